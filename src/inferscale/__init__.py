@@ -1,0 +1,1 @@
+"""InferScale: long-term memory for self-hosted LLMs, injected as KV instead of prefilled as text."""

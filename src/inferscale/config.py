@@ -1,0 +1,113 @@
+"""Settings: frozen dataclasses, defaults exist here only, unknown keys are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from inferscale.errors import InvalidConfig
+
+_C = TypeVar("_C")
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_size(value: int | str, name: str) -> int:
+    """`536870912`, `"512MiB"` or `"2 GB"` → bytes. Raises InvalidConfig."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    if match is None or match[2].lower() not in _UNITS:
+        raise InvalidConfig(
+            f"{name} is {value!r}; allowed are bytes as a whole number or a size such as '512MiB' or '2GB'."
+        )
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def from_mapping(cls: type[_C], settings: Mapping[str, Any], where: str) -> _C:
+    """Build the dataclass `cls` from `settings`; an unknown key is an InvalidConfig."""
+    allowed = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(set(settings) - allowed)
+    if unknown:
+        raise InvalidConfig(
+            f"{where} has unknown settings {', '.join(unknown)}; allowed are {', '.join(sorted(allowed))}."
+        )
+    return cls(**settings)
+
+
+def default_runtime_dir(engine_id: str) -> str:
+    """Owner-only folder for the socket and the plan secret of one engine.
+
+    Short on purpose: a Unix socket path may have 107 bytes only.
+    """
+    name = hashlib.blake2b(engine_id.encode(), digest_size=8).hexdigest()
+    return str(Path(tempfile.gettempdir()) / f"inferscale-{os.getuid()}" / name)
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """`kv_connector_extra_config` of the connector: read by both of its sides and by the front end."""
+
+    pool_size_bytes: int | str = 2**30
+    """Memory of the KV pool on each worker, in bytes (or '512MiB', '2GB')."""
+    page_size_tokens: int = 16
+    """Tokens in one page of the pool; a segment occupies whole pages."""
+    runtime_dir: str | None = None
+    """Folder for the residency socket and the plan secret; default: one per engine id in the
+    system's temporary folder."""
+    compile_injection: bool = True
+    """Compile the rotation of the portable injection path with torch.compile where that works."""
+
+    def __post_init__(self) -> None:
+        size = parse_size(self.pool_size_bytes, "pool_size_bytes")
+        if size <= 0:
+            raise InvalidConfig(f"pool_size_bytes is {self.pool_size_bytes!r}; it must be above 0.")
+        object.__setattr__(self, "pool_size_bytes", size)
+        if not 1 <= self.page_size_tokens <= 1024:
+            raise InvalidConfig(f"page_size_tokens is {self.page_size_tokens}; allowed are 1 to 1024.")
+
+    @property
+    def size_bytes(self) -> int:
+        return int(self.pool_size_bytes)
+
+
+@dataclass(frozen=True)
+class EncodingConfig:
+    """How facts are encoded (Context-Window Encoding)."""
+
+    window: int = 20
+    """Facts placed before the captured ones in an encode pass; they are computed and thrown away."""
+    stride: int = 20
+    """Facts captured by one pass over a run of neighbours."""
+
+    def __post_init__(self) -> None:
+        if self.window < 0:
+            raise InvalidConfig(f"window is {self.window}; it must be 0 or more.")
+        if self.stride < 1:
+            raise InvalidConfig(f"stride is {self.stride}; it must be 1 or more.")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """Where memory lives and how it is searched."""
+
+    data_dir: str | Path = field(default_factory=lambda: default_data_dir())
+    embedder: str | Path | None = None
+    """Folder or hub name of a sentence-embedding model; default: all-MiniLM-L6-v2."""
+    embedder_device: str = "cpu"
+
+
+def default_data_dir() -> Path:
+    """`$INFERSCALE_HOME`, or `inferscale` in the user's data folder."""
+    home = os.environ.get("INFERSCALE_HOME")
+    if home:
+        return Path(home)
+    base = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
+    return Path(base) / "inferscale"

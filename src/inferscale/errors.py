@@ -1,0 +1,92 @@
+"""Errors of InferScale, one tree.
+
+    InferScaleError
+    ├── InvalidInput (ValueError)     what the caller gave cannot be used
+    │   ├── EmptyText                 blank text, or text that holds a NUL byte only
+    │   ├── TextTooLong               more tokens than the model can encode
+    │   ├── UnknownScope              a scope without any fact
+    │   ├── UnknownFact               an id that names no fact
+    │   └── InvalidConfig             a setting that is unknown or out of range
+    ├── CatalogError                  the data folder cannot be used
+    │   ├── NewerCatalog              written by a newer version
+    │   └── EmbedderMismatch          vectors of another embedder
+    ├── PlanRejected                  a plan whose form, signature or model is wrong
+    └── EngineError                   this model or engine cannot be served
+        ├── EngineMissing             vLLM or a model is not installed
+        ├── ModelMismatch             a pool or plan made for another model
+        ├── NotRelocatable            a rotary variant whose keys cannot be moved
+        ├── UnsupportedLayout         a paged cache that the probe cannot read
+        └── PoolTooLarge              the pool does not fit into free memory
+
+Every message says what was given, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+
+class InferScaleError(Exception):
+    """Base of every error that InferScale raises on purpose."""
+
+
+class InvalidInput(InferScaleError, ValueError):
+    """What the caller gave cannot be used; the message says what can."""
+
+
+class EmptyText(InvalidInput):
+    """The text to remember or to ask is blank."""
+
+
+class TextTooLong(InvalidInput):
+    """The text has more tokens than the model can encode."""
+
+
+class UnknownScope(InvalidInput):
+    """The scope holds no fact."""
+
+
+class UnknownFact(InvalidInput):
+    """No fact has this id."""
+
+
+class InvalidConfig(InvalidInput):
+    """A setting is unknown or out of range."""
+
+
+class CatalogError(InferScaleError):
+    """The data folder cannot be used."""
+
+
+class NewerCatalog(CatalogError):
+    """The catalog was written by a newer version of InferScale."""
+
+
+class EmbedderMismatch(CatalogError):
+    """The catalog holds vectors of another embedder."""
+
+
+class PlanRejected(InferScaleError):
+    """A plan whose form, signature, model or age is wrong. Its tokens are prefilled as text."""
+
+
+class EngineError(InferScaleError):
+    """This model or engine cannot be served."""
+
+
+class EngineMissing(EngineError):
+    """vLLM, or a model it should serve, is not installed."""
+
+
+class ModelMismatch(EngineError):
+    """A pool, plan or catalog entry was made for another model."""
+
+
+class NotRelocatable(EngineError):
+    """Keys of this rotary variant cannot be moved to another position."""
+
+
+class UnsupportedLayout(EngineError):
+    """The start-up probe cannot read this paged cache."""
+
+
+class PoolTooLarge(EngineError):
+    """The pool does not fit into the memory that is free."""

@@ -1,0 +1,194 @@
+"""What travels with a request: segments to inject, spans to capture, orders. Wire form, keys, salt.
+
+A `Plan` rides in the request's `kv_transfer_params` under `"inferscale"`. It is signed with a
+secret that only the front end and the connector can read (`runtime_dir/secret`), so a plan from
+outside is rejected. This module knows neither vLLM nor torch nor the catalog; the front end and
+the connector meet here and nowhere else.
+
+Wire history
+    1   first form: id, model, scope, epoch, segments, captures, order, sig
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import secrets
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from inferscale.errors import PlanRejected
+
+WIRE_KEY = "inferscale"
+WIRE_VERSION = 1
+ENCODER_VERSION = 1
+"""Raised whenever the way a fact is rendered or encoded changes: old keys are then never reused."""
+
+SegmentKind = Literal["text", "fact", "turn"]
+OrderOp = Literal["forget", "stats"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of prompt tokens whose KV may come from the pool.
+
+    key: `segment_key` of its content. token_ids: the exact ids in the prompt. kind: `text` for
+    system and tool texts, `fact`, or `turn` for an earlier turn of the conversation.
+    """
+
+    key: str
+    token_ids: tuple[int, ...]
+    kind: SegmentKind = "fact"
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Prompt tokens `[start, end)` of this request, to be captured under `key`."""
+
+    key: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Something the connector does in step with execution.
+
+    forget: drop `keys`, and from now on reject plans of a scope digest in `epochs` that are older
+    than its epoch. stats: return counters. The answer comes back in `kv_transfer_params`.
+    """
+
+    op: OrderOp
+    keys: tuple[str, ...] = ()
+    epochs: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What the connector shall do for one request.
+
+    id: chosen by the front end; the outcome is asked for under it. model: fingerprint of the
+    served model. scope: digest of the memory scope. epoch: the scope's memory epoch.
+    """
+
+    model: str
+    scope: str
+    epoch: int = 0
+    segments: tuple[Segment, ...] = ()
+    captures: tuple[Span, ...] = ()
+    order: Order | None = None
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            object.__setattr__(self, "id", secrets.token_hex(8))
+
+
+def scope_digest(user_id: str | None, agent_id: str | None, run_id: str | None) -> str:
+    """Digest of a scope, unambiguous for any strings (lengths are part of what is hashed)."""
+    return hashlib.blake2b(json.dumps([user_id, agent_id, run_id]).encode(), digest_size=16).hexdigest()
+
+
+def segment_key(model: str, prefix_ids: Sequence[int], token_ids: Sequence[int]) -> str:
+    """Content hash of a segment: model fingerprint, everything it attends to, its own tokens.
+
+    `prefix_ids` are all tokens before the segment in its encode pass (anchor, window, facts
+    captured earlier in the same pass); empty for a text that starts the prompt.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(f"{ENCODER_VERSION}\0{model}\0{len(prefix_ids)}\0".encode())
+    digest.update(_pack(prefix_ids))
+    digest.update(_pack(token_ids))
+    return digest.hexdigest()
+
+
+def cache_salt(secret: bytes, model: str, scope: str, epoch: int) -> str:
+    """Salt of vLLM's prefix cache for requests that inject or capture.
+
+    Blocks with injected KV are found again only by requests of the same scope and epoch, and
+    never by an exact request: without the secret the salt cannot be guessed.
+    """
+    text = f"salt\0{ENCODER_VERSION}\0{model}\0{scope}\0{epoch}"
+    return "inferscale-" + hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+def to_wire(plan: Plan, secret: bytes) -> dict[str, Any]:
+    """`kv_transfer_params` that carry `plan`, signed."""
+    body: dict[str, Any] = {
+        "v": WIRE_VERSION,
+        "id": plan.id,
+        "model": plan.model,
+        "scope": plan.scope,
+        "epoch": plan.epoch,
+        "segments": [[s.key, s.kind, base64.b64encode(_pack(s.token_ids)).decode()] for s in plan.segments],
+        "captures": [[c.key, c.start, c.end] for c in plan.captures],
+        "order": None if plan.order is None else [plan.order.op, list(plan.order.keys), [list(e) for e in plan.order.epochs]],
+    }
+    body["sig"] = _sign(body, secret)
+    return {WIRE_KEY: body}
+
+
+def from_wire(params: object, secret: bytes) -> Plan | None:
+    """The plan in a request's `kv_transfer_params`, or None where there is none.
+
+    Raises PlanRejected for a wrong form, version or signature. Accepts any object: the params of
+    a request may come from outside and be a string.
+    """
+    if not isinstance(params, Mapping) or WIRE_KEY not in params:
+        return None
+    body = params[WIRE_KEY]
+    if not isinstance(body, Mapping):
+        raise PlanRejected(f"the plan is a {type(body).__name__}, not an object.")
+    if body.get("v") != WIRE_VERSION:
+        raise PlanRejected(f"the plan has wire version {body.get('v')!r}; this connector reads {WIRE_VERSION}.")
+    unsigned = {name: value for name, value in body.items() if name != "sig"}
+    signature = body.get("sig")
+    if not isinstance(signature, str) or not hmac.compare_digest(signature, _sign(unsigned, secret)):
+        raise PlanRejected("the plan's signature is wrong: it was not made by this server's front end.")
+    try:
+        order = body["order"]
+        return Plan(
+            model=str(body["model"]),
+            scope=str(body["scope"]),
+            epoch=int(body["epoch"]),
+            segments=tuple(
+                Segment(str(key), tuple(_unpack(base64.b64decode(ids))), cast(SegmentKind, kind))
+                for key, kind, ids in body["segments"]
+            ),
+            captures=tuple(Span(str(key), int(start), int(end)) for key, start, end in body["captures"]),
+            order=None if order is None else _read_order(order),
+            id=str(body["id"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise PlanRejected(f"the plan is malformed: {error}.") from error
+
+
+def _read_order(order: Any) -> Order:
+    op, keys, epochs = order
+    if op not in ("forget", "stats"):
+        raise ValueError(f"order {op!r} is unknown; known are 'forget' and 'stats'")
+    return Order(cast(OrderOp, op), tuple(keys), tuple((str(s), int(e)) for s, e in epochs))
+
+
+def _sign(body: Mapping[str, Any], secret: bytes) -> str:
+    try:
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise PlanRejected(f"the plan cannot be signed: {error}.") from error
+    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _pack(ids: Sequence[int]) -> bytes:
+    packed = array("i", ids)
+    assert packed.itemsize == 4
+    return packed.tobytes()
+
+
+def _unpack(raw: bytes) -> list[int]:
+    ids = array("i")
+    ids.frombytes(raw)
+    return ids.tolist()
