@@ -1,0 +1,42 @@
+# Every target does its own set-up: a virtual environment, the engine for this hardware, the models.
+# PYTHON=python3.12 picks another interpreter; INFERSCALE_ENGINE=cpu or cuda overrides the detection.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help setup demo test lint format doctor clean
+
+help:
+	@echo "make demo     ingest a conversation and answer questions with injected memory"
+	@echo "make test     formatter, linter, types, import rules, then all tests"
+	@echo "make setup    virtual environment, engine, demo model and embedder"
+	@echo "make lint     formatter, linter, types and import rules only"
+	@echo "make format   rewrite the code in the project's format"
+	@echo "make doctor   what was found on this machine and what is missing"
+	@echo "make clean    remove the virtual environment and caches of this folder"
+
+setup:
+	@$(PYTHON) tools/setup_env.py
+
+demo: setup
+	@$(BIN)/inferscale demo
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+doctor: setup
+	@$(BIN)/inferscale doctor
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist
+	find src tests tools benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

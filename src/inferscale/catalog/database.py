@@ -1,0 +1,220 @@
+"""The SQLite file of the catalog: opening, permissions, transactions, errors in plain words.
+
+One connection behind a lock serves all threads of a process; WAL mode and immediate write
+transactions serve several processes on one folder. Knows nothing of what the tables mean.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from inferscale.catalog.migrations import check_version, migrate
+from inferscale.errors import CatalogError, InvalidInput
+
+BUSY_TIMEOUT_S = 30.0
+"""How long a transaction waits for another process that writes."""
+
+_ADVICE = {
+    "SQLITE_BUSY": f"Another process has been writing for more than {BUSY_TIMEOUT_S:.0f} s; try again.",
+    "SQLITE_LOCKED": "Another process is using it; try again.",
+    "SQLITE_FULL": "The disk is full; nothing of this call was stored. Free some space and try again.",
+    "SQLITE_IOERR": "The disk reports an error; nothing of this call was stored.",
+    "SQLITE_READONLY": "It is read-only; make it writable or choose another data folder.",
+    "SQLITE_CANTOPEN": "It cannot be opened; check the folder's permissions or choose another data folder.",
+    "SQLITE_NOTADB": "It is not an SQLite database; choose another data folder.",
+    "SQLITE_CORRUPT": "The file is damaged; restore it from a backup.",
+}
+
+
+class ChangeToken(NamedTuple):
+    """Differs from an earlier token of the same Database if anything was written since, here or elsewhere."""
+
+    data_version: int
+    own_writes: int
+
+
+class Database:
+    """One SQLite file, opened (and made or migrated) on first use. Safe from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: _Handle | None = None
+        self._opening = threading.Lock()
+        self._closed = False
+
+    @contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """One consistent snapshot for everything that is read inside."""
+        with self._transaction("BEGIN") as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[sqlite3.Connection]:
+        """One write transaction: all of it is stored, or on any exception nothing.
+
+        Raises CatalogError where the file cannot be written.
+        """
+        handle = self._open_handle()
+        with handle.lock:
+            with self._transaction("BEGIN IMMEDIATE") as connection:
+                yield connection
+            handle.own_writes += 1
+
+    def change_token(self) -> ChangeToken:
+        handle = self._open_handle()
+        with handle.lock, self._explained():
+            data_version = int(handle.connection.execute("PRAGMA data_version").fetchone()[0])
+            return ChangeToken(data_version, handle.own_writes)
+
+    def close(self) -> None:
+        """Close the file; any later use is a CatalogError. May be called twice."""
+        with self._opening:
+            self._closed = True
+            handle, self._handle = self._handle, None
+        if handle is not None and handle.process == os.getpid():
+            with handle.lock:
+                handle.connection.close()
+
+    @contextmanager
+    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
+        handle = self._open_handle()
+        with handle.lock, self._explained():
+            connection = handle.connection
+            connection.execute(begin)
+            try:
+                yield connection
+                connection.execute("COMMIT")
+            except BaseException:
+                # SQLite ends the transaction by itself after some errors (disk full, input/output).
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
+                raise
+
+    def _open_handle(self) -> _Handle:
+        handle = self._handle
+        if handle is None:
+            with self._opening:
+                if self._closed:
+                    raise CatalogError(f"{self.path} was closed; open a new Memory on its folder.")
+                if self._handle is None:
+                    with self._explained():
+                        self._handle = _Handle(_open(self.path))
+                handle = self._handle
+        if handle.process != os.getpid():
+            # SQLite's file locks do not survive a fork: both processes would believe to hold them.
+            raise CatalogError(
+                f"{self.path} was opened before this process was forked. Open Memory after the fork, "
+                "or start processes with the 'spawn' method."
+            )
+        return handle
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except UnicodeEncodeError as error:
+            raise InvalidInput(
+                f"the text {error.object[max(0, error.start - 20) : error.end + 20]!r} holds half of a surrogate pair, "
+                "which is not valid Unicode and cannot be stored. Repair or remove it."
+            ) from error
+        except sqlite3.Error as error:
+            # An extended name such as SQLITE_IOERR_WRITE begins with the primary one.
+            name = "_".join(str(getattr(error, "sqlite_errorname", "")).split("_")[:2])
+            raise CatalogError(f"{self.path}: {error}. {_ADVICE.get(name, '')}".rstrip()) from error
+
+
+class _Handle:
+    """A connection, the lock that guards it, and the process that may use it."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.connection = connection
+        self.lock = threading.RLock()
+        self.process = os.getpid()
+        self.own_writes = 0
+
+
+def _open(path: Path) -> sqlite3.Connection:
+    _make_private(path)
+    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    try:
+        check_version(connection, str(path))
+        _use_wal(connection, path)
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA synchronous = FULL")
+        # Freed pages are overwritten, so that deleted text does not stay in the file.
+        connection.execute("PRAGMA secure_delete = ON")
+        migrate(connection, str(path))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _use_wal(connection: sqlite3.Connection, path: Path) -> None:
+    """Switch to WAL. SQLite does not wait for its lock here, so two first openers need a retry."""
+    deadline_s = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            mode = str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
+            break
+        except sqlite3.OperationalError as error:
+            busy = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            if not busy or time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.02)
+    if mode != "wal":
+        raise CatalogError(
+            f"{path} cannot be used in WAL mode (SQLite answers {mode!r}): the file system lacks shared memory, "
+            "as network drives do. Choose a data folder on a local disk."
+        )
+
+
+def _make_private(path: Path) -> None:
+    """Make folder and file for the owner only (0700, 0600).
+
+    SQLite gives `-wal` and `-shm` the mode of the main file. A folder that already holds other
+    things keeps its mode: it may be shared on purpose, and the files in it are private anyway.
+    """
+    folder = path.parent
+    try:
+        if not folder.is_dir():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not any(folder.iterdir()):
+            with suppress(PermissionError):
+                folder.chmod(0o700)
+        if not path.exists():
+            _create_private(path)
+        for file in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
+            with suppress(FileNotFoundError):
+                if stat.S_IMODE(file.stat().st_mode) != 0o600:
+                    file.chmod(0o600)
+    except OSError as error:
+        raise CatalogError(
+            f"the data folder {folder} cannot be used: {error.strerror}. "
+            "Make it writable for you, or choose another with data_dir or $INFERSCALE_HOME."
+        ) from error
+
+
+def _create_private(path: Path) -> None:
+    """Create an empty file with mode 0600, unless another process or thread just did.
+
+    The file gets its name only after it is closed: closing any descriptor of a database drops all
+    POSIX locks that this process holds on it (https://sqlite.org/howtocorrupt.html, 2.2).
+    """
+    descriptor, draft = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    os.close(descriptor)
+    try:
+        os.link(draft, path)
+    except FileExistsError:
+        pass
+    finally:
+        os.unlink(draft)

@@ -1,0 +1,115 @@
+"""Numbered migrations of the catalog; `PRAGMA user_version` is the number of those applied.
+
+A migration is never changed once released: append a new one. Each runs in a transaction of its
+own, together with the new version number, so a catalog is always at a whole version. Knows the
+tables only, not what they are for at run time.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from inferscale.errors import CatalogError, NewerCatalog
+
+APPLICATION_ID = 0x49465343
+"""`IFSC` in the header of the SQLite file: tells our catalog from another program's database."""
+
+_FIRST = (
+    # An id is never '', so '' can stand for NULL in the index: SQLite holds NULLs to be distinct.
+    """CREATE TABLE scopes (
+        id INTEGER PRIMARY KEY,
+        user_id TEXT CHECK (user_id <> ''),
+        agent_id TEXT CHECK (agent_id <> ''),
+        run_id TEXT CHECK (run_id <> ''),
+        epoch INTEGER NOT NULL DEFAULT 0,
+        CHECK (coalesce(user_id, agent_id, run_id) IS NOT NULL)
+    )""",
+    "CREATE UNIQUE INDEX scopes_exact ON scopes (ifnull(user_id, ''), ifnull(agent_id, ''), ifnull(run_id, ''))",
+    "CREATE INDEX scopes_agent ON scopes (agent_id) WHERE agent_id IS NOT NULL",
+    "CREATE INDEX scopes_user ON scopes (user_id) WHERE user_id IS NOT NULL",
+    "CREATE INDEX scopes_run ON scopes (run_id) WHERE run_id IS NOT NULL",
+    """CREATE TABLE facts (
+        seq INTEGER PRIMARY KEY AUTOINCREMENT,
+        id TEXT NOT NULL UNIQUE,
+        scope INTEGER NOT NULL REFERENCES scopes (id),
+        text TEXT NOT NULL,
+        speaker TEXT,
+        said_at TEXT,
+        created_at REAL NOT NULL,
+        metadata TEXT NOT NULL
+    )""",
+    "CREATE INDEX facts_scope ON facts (scope, seq)",
+    """CREATE TABLE vectors (
+        fact INTEGER PRIMARY KEY REFERENCES facts (seq) ON DELETE CASCADE,
+        embedder TEXT NOT NULL,
+        dim INTEGER NOT NULL,
+        data BLOB NOT NULL CHECK (length(data) = 4 * dim)
+    )""",
+    "CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID",
+    """CREATE TABLE passes (
+        id INTEGER PRIMARY KEY AUTOINCREMENT,
+        model TEXT NOT NULL,
+        scope INTEGER NOT NULL REFERENCES scopes (id),
+        num_window INTEGER NOT NULL CHECK (num_window >= 0)
+    )""",
+    # No ON DELETE for the fact: a fact that still stands in a pass cannot be removed by mistake.
+    """CREATE TABLE pass_facts (
+        pass INTEGER NOT NULL REFERENCES passes (id) ON DELETE CASCADE,
+        position INTEGER NOT NULL,
+        fact INTEGER NOT NULL REFERENCES facts (seq),
+        PRIMARY KEY (pass, position)
+    ) WITHOUT ROWID""",
+    "CREATE UNIQUE INDEX pass_facts_fact ON pass_facts (fact, pass)",
+    """CREATE TABLE encodings (
+        model TEXT NOT NULL,
+        fact INTEGER NOT NULL REFERENCES facts (seq),
+        key TEXT NOT NULL,
+        pass INTEGER NOT NULL,
+        position INTEGER NOT NULL,
+        PRIMARY KEY (pass, position),
+        FOREIGN KEY (pass, position) REFERENCES pass_facts (pass, position) ON DELETE CASCADE
+    ) WITHOUT ROWID""",
+    "CREATE INDEX encodings_fact ON encodings (fact, model, pass)",
+    "CREATE INDEX encodings_key ON encodings (key)",
+    # Numbers only, nothing of a fact's content: how other processes learn of a deletion.
+    "CREATE TABLE deletions (id INTEGER PRIMARY KEY AUTOINCREMENT, fact INTEGER NOT NULL)",
+    f"PRAGMA application_id = {APPLICATION_ID}",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
+
+
+def check_version(connection: sqlite3.Connection, path: str) -> int:
+    """The number of migrations applied. Writes nothing.
+
+    Raises NewerCatalog for a catalog of a newer version, CatalogError for another program's database.
+    """
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    application = int(connection.execute("PRAGMA application_id").fetchone()[0])
+    if application != APPLICATION_ID:
+        if version or connection.execute("SELECT 1 FROM sqlite_master").fetchone() is not None:
+            raise CatalogError(f"{path} is the database of another program. Choose another data folder.")
+    elif version > len(MIGRATIONS):
+        raise NewerCatalog(
+            f"{path} has catalog version {version}; this InferScale reads up to {len(MIGRATIONS)}. "
+            "Install the newer InferScale that wrote it, or choose another data folder. Nothing was changed."
+        )
+    return version
+
+
+def migrate(connection: sqlite3.Connection, path: str) -> None:
+    """Bring an open catalog (autocommit mode) to the newest version, one transaction a migration."""
+    while check_version(connection, path) < len(MIGRATIONS):
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            # Read again under the write lock: another process may have been faster.
+            version = check_version(connection, path)
+            if version < len(MIGRATIONS):
+                for statement in MIGRATIONS[version]:
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA user_version = {version + 1}")
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise

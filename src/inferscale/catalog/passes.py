@@ -1,0 +1,208 @@
+"""Which facts each key attended to: encode passes and their encodings.
+
+An encode pass is an ordered list of facts of one exact scope. The first `num_window` are the
+window (computed, thrown away); each of the rest is captured under a key and *attends to* every
+fact before it in the pass, and to itself. Deleting a fact therefore invalidates its own keys and
+those of all captured facts behind it. Knows nothing of tokens and KV.
+
+All functions work inside the caller's transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from inferscale.errors import InvalidInput, UnknownFact
+from inferscale.facts import Scope
+
+
+class Encoding(NamedTuple):
+    """Where a fact's KV comes from: its key, and its place in the pass that computes it.
+
+    `position` counts the facts of the pass from 0, window included.
+    """
+
+    key: str
+    pass_id: int
+    position: int
+
+
+class EncodePass(NamedTuple):
+    """One encode pass, as it has to be run again when its KV was lost.
+
+    fact_ids: all facts in order, `num_window` facts of window first. keys: fact id → key, for
+    the captured facts.
+    """
+
+    id: int
+    model: str
+    scope: Scope
+    fact_ids: tuple[str, ...]
+    num_window: int
+    keys: dict[str, str]
+
+
+class _Row(NamedTuple):
+    """A fact in a pass; `key` is None in the window."""
+
+    fact_seq: int
+    key: str | None
+
+
+def record_pass(
+    connection: sqlite3.Connection,
+    model: str,
+    scope_code: int,
+    window_ids: Sequence[str],
+    captured_ids: Sequence[str],
+    keys: Sequence[str],
+) -> int:
+    """Store a pass and return its id; the same pass as the current one of its facts is not stored twice.
+
+    Raises UnknownFact when a fact does not exist (any more) in this exact scope, InvalidInput
+    when a fact stands twice in the pass, nothing is captured or keys are missing.
+    """
+    if not captured_ids or len(captured_ids) != len(keys):
+        raise InvalidInput(
+            f"a pass captures {len(captured_ids)} facts under {len(keys)} keys; it needs at least one, each with a key."
+        )
+    fact_ids = [*window_ids, *captured_ids]
+    if len(set(fact_ids)) != len(fact_ids):
+        raise InvalidInput("a fact stands twice in one encode pass; each may stand there once.")
+    found = connection.execute(
+        "SELECT id, seq FROM facts WHERE scope = ? AND id IN (SELECT value FROM json_each(?))",
+        (scope_code, json.dumps(fact_ids)),
+    )
+    seqs: dict[str, int] = dict(found.fetchall())
+    missing = [fact_id for fact_id in fact_ids if fact_id not in seqs]
+    if missing:
+        raise UnknownFact(
+            f"{len(missing)} of the {len(fact_ids)} facts of a pass do not exist in its scope, the first is {missing[0]}. "
+            "They were deleted meanwhile, or belong to another scope: forget the keys of this pass and encode anew."
+        )
+    rows = [_Row(seqs[fact_id], None) for fact_id in window_ids]
+    rows += [_Row(seqs[fact_id], key) for fact_id, key in zip(captured_ids, keys, strict=True)]
+    same = _current_pass_with(connection, model, rows)
+    return same if same is not None else _insert_pass(connection, model, scope_code, rows)
+
+
+def _current_pass_with(connection: sqlite3.Connection, model: str, rows: list[_Row]) -> int | None:
+    """The pass with exactly these rows, if it is the newest of each fact that it captures."""
+    captured = [row.fact_seq for row in rows if row.key is not None]
+    newest = connection.execute(
+        "SELECT max(pass) FROM encodings WHERE model = ? AND fact IN (SELECT value FROM json_each(?)) GROUP BY fact",
+        (model, json.dumps(captured)),
+    ).fetchall()
+    if len(newest) != len(captured) or len(set(newest)) != 1:
+        return None
+    pass_id = int(newest[0][0])
+    return pass_id if _rows(connection, pass_id) == rows else None
+
+
+def _insert_pass(connection: sqlite3.Connection, model: str, scope_code: int, rows: list[_Row]) -> int:
+    num_window = sum(row.key is None for row in rows)
+    cursor = connection.execute(
+        "INSERT INTO passes (model, scope, num_window) VALUES (?, ?, ?)", (model, scope_code, num_window)
+    )
+    assert cursor.lastrowid is not None
+    pass_id = cursor.lastrowid
+    connection.executemany(
+        "INSERT INTO pass_facts (pass, position, fact) VALUES (?, ?, ?)",
+        [(pass_id, position, row.fact_seq) for position, row in enumerate(rows)],
+    )
+    connection.executemany(
+        "INSERT INTO encodings (model, fact, key, pass, position) VALUES (?, ?, ?, ?, ?)",
+        [(model, row.fact_seq, row.key, pass_id, i) for i, row in enumerate(rows) if row.key is not None],
+    )
+    return pass_id
+
+
+def _rows(connection: sqlite3.Connection, pass_id: int) -> list[_Row]:
+    found = connection.execute(
+        "SELECT p.fact, e.key FROM pass_facts p LEFT JOIN encodings e USING (pass, position) "
+        "WHERE pass = ? ORDER BY position",
+        (pass_id,),
+    )
+    return [_Row(*row) for row in found.fetchall()]
+
+
+def current_encodings(connection: sqlite3.Connection, model: str, fact_ids: Iterable[str]) -> dict[str, Encoding]:
+    """Fact id → its newest encoding for this model; facts without one are left out."""
+    found = connection.execute(
+        "SELECT f.id, e.key, e.pass, e.position FROM facts f JOIN encodings e ON e.fact = f.seq "
+        "WHERE e.model = ? AND f.id IN (SELECT value FROM json_each(?)) ORDER BY e.pass",
+        (model, json.dumps(list(fact_ids))),
+    )
+    return {fact_id: Encoding(key, pass_id, position) for fact_id, key, pass_id, position in found.fetchall()}
+
+
+def read_passes(connection: sqlite3.Connection, pass_ids: Iterable[int]) -> dict[int, EncodePass]:
+    """Pass id → pass; passes that do not exist (any more) are left out."""
+    wanted = json.dumps(list(pass_ids))
+    passes = connection.execute(
+        "SELECT p.id, p.model, p.num_window, s.user_id, s.agent_id, s.run_id FROM passes p "
+        "JOIN scopes s ON s.id = p.scope WHERE p.id IN (SELECT value FROM json_each(?)) ORDER BY p.id",
+        (wanted,),
+    ).fetchall()
+    members = connection.execute(
+        "SELECT pass, f.id, e.key FROM pass_facts p JOIN facts f ON f.seq = p.fact "
+        "LEFT JOIN encodings e USING (pass, position) "
+        "WHERE pass IN (SELECT value FROM json_each(?)) ORDER BY pass, position",
+        (wanted,),
+    ).fetchall()
+    fact_ids: dict[int, list[str]] = {}
+    keys: dict[int, dict[str, str]] = {}
+    for pass_id, fact_id, key in members:
+        fact_ids.setdefault(pass_id, []).append(fact_id)
+        if key is not None:
+            keys.setdefault(pass_id, {})[fact_id] = key
+    return {
+        pass_id: EncodePass(pass_id, model, Scope(*scope), tuple(fact_ids[pass_id]), num_window, keys[pass_id])
+        for pass_id, model, num_window, *scope in passes
+    }
+
+
+def attended_to(connection: sqlite3.Connection, key: str) -> list[str]:
+    """Ids of all facts that the KV under `key` has seen, its own fact included, in pass order."""
+    found = connection.execute(
+        "SELECT f.id FROM encodings e JOIN pass_facts p ON p.pass = e.pass AND p.position <= e.position "
+        "JOIN facts f ON f.seq = p.fact WHERE e.key = ? ORDER BY p.pass, p.position",
+        (key,),
+    )
+    return list(dict.fromkeys(row[0] for row in found.fetchall()))
+
+
+def keys_attending(connection: sqlite3.Connection, fact_seq: int) -> list[str]:
+    """All keys, of any model, whose KV has seen this fact: its own and those captured behind it."""
+    found = connection.execute(
+        "SELECT e.key FROM pass_facts p JOIN encodings e ON e.pass = p.pass AND e.position >= p.position "
+        "WHERE p.fact = ? ORDER BY e.pass, e.position",
+        (fact_seq,),
+    )
+    return list(dict.fromkeys(row[0] for row in found.fetchall()))
+
+
+def invalidate(connection: sqlite3.Connection, fact_seq: int) -> list[str]:
+    """Remove every encoding that has seen this fact and return the keys that nobody needs any more.
+
+    A pass keeps the captured facts before this one; a pass that has none goes. A key that another
+    fact with the same tokens behind the same tokens still holds is not returned.
+    """
+    keys = keys_attending(connection, fact_seq)
+    places = connection.execute(
+        "SELECT p.id, f.position, p.num_window FROM pass_facts f JOIN passes p ON p.id = f.pass WHERE f.fact = ?",
+        (fact_seq,),
+    ).fetchall()
+    for pass_id, position, num_window in places:
+        if position > num_window:
+            connection.execute("DELETE FROM pass_facts WHERE pass = ? AND position >= ?", (pass_id, position))
+        else:
+            connection.execute("DELETE FROM passes WHERE id = ?", (pass_id,))
+    held = connection.execute(
+        "SELECT DISTINCT key FROM encodings WHERE key IN (SELECT value FROM json_each(?))", (json.dumps(keys),)
+    )
+    still_held = {row[0] for row in held.fetchall()}
+    return [key for key in keys if key not in still_held]

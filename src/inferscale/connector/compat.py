@@ -1,0 +1,153 @@
+"""The only place that knows vLLM's versions: reads its configuration and its layers into our own types.
+
+Checked against vLLM 0.25.1 (CUDA) and 0.32.0 (CPU). Whatever cannot be served is refused here, by
+name, at start-up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+
+from inferscale.connector.layout import LayerCache
+from inferscale.errors import NotRelocatable, UnsupportedLayout
+from inferscale.rope import Rotary, rotary_from_config
+
+logger = logging.getLogger(__name__)
+
+_SAMPLE_BYTES = 65536
+
+
+class CacheShape(NamedTuple):
+    """num_blocks, block_size: of vLLM's scheduler. token_size_bytes: KV of one token on one worker."""
+
+    num_blocks: int
+    block_size: int
+    token_size_bytes: int
+
+
+def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
+    """Sizes of the paged cache. Raises UnsupportedLayout for caches that are not plain attention."""
+    refuse_unsupported(vllm_config)
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise UnsupportedLayout(
+            f"The model has {len(groups)} groups of KV caches (such as sliding-window beside full attention); "
+            "InferScale serves models with one. Start vLLM with --disable-hybrid-kv-cache-manager."
+        )
+    group = groups[0]
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    per_layer = [specs[name] if specs else group.kv_cache_spec for name in group.layer_names]
+    for spec in per_layer:
+        if not hasattr(spec, "num_kv_heads") or type(spec).__name__.startswith("MLA"):
+            raise UnsupportedLayout(
+                f"The model keeps {type(spec).__name__} state, which is not ordinary attention; InferScale cannot "
+                "inject into it. Start vLLM without the connector."
+            )
+        if getattr(spec, "head_size_v", None) not in (None, spec.head_size):
+            raise UnsupportedLayout("Keys and values of the model have different sizes; InferScale needs one size.")
+    size = sum(2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize for spec in per_layer)
+    return CacheShape(kv_cache_config.num_blocks, group.kv_cache_spec.block_size, size)
+
+
+def refuse_unsupported(vllm_config: Any) -> None:
+    """Refuse, by name, what injection is not right for."""
+    parallel = vllm_config.parallel_config
+    reasons = {
+        "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
+        "speculative decoding": vllm_config.speculative_config is not None,
+        f"the KV cache dtype {vllm_config.cache_config.cache_dtype}": str(
+            vllm_config.cache_config.cache_dtype
+        ).startswith(("fp8", "int8", "nvfp4", "turboquant")),
+    }
+    for name, applies in reasons.items():
+        if applies:
+            raise UnsupportedLayout(f"InferScale does not support {name}. Start vLLM without it, or without the connector.")
+
+
+def layer_caches(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> list[LayerCache]:
+    """Attention layers in model order, each with its paged cache; layers that share a cache count once."""
+    context = vllm_config.compilation_config.static_forward_context
+    layers: list[LayerCache] = []
+    for name, cache in kv_caches.items():
+        layer = context[name]
+        if getattr(layer, "kv_sharing_target_layer_name", None) is not None:
+            continue
+        if not isinstance(cache, torch.Tensor) or not hasattr(layer.impl, "do_kv_cache_update"):
+            raise UnsupportedLayout(
+                f"Layer {name} ({type(layer).__name__}) has no ordinary paged KV cache; InferScale cannot inject "
+                "into it. Start vLLM without the connector."
+            )
+        layers.append(LayerCache(name, layer, cache, layer.num_kv_heads, layer.head_size))
+    if not layers:
+        raise UnsupportedLayout("The model has no attention layer with a paged KV cache.")
+    return layers
+
+
+def model_rotary(vllm_config: Any, head_dim: int) -> Rotary:
+    """The model's rotary embedding, checked against the engine's own tables where it keeps them.
+
+    vLLM caches every rotary module that a model builds (vllm/model_executor/layers/
+    rotary_embedding/__init__.py, `_ROPE_DICT`). Raises NotRelocatable.
+    """
+    modules = _engine_rotaries(head_dim)
+    styles = {bool(module.is_neox_style) for module in modules}
+    interleaved = None if len(styles) != 1 else not styles.pop()
+    config = vllm_config.model_config.hf_text_config.to_dict()
+    rotary = rotary_from_config(config, head_dim, interleaved=interleaved)
+    if not modules:
+        raise NotRelocatable(
+            f"vLLM built no rotary embedding with head size {head_dim} for this model, so its keys cannot be checked."
+        )
+    for module in modules:
+        rotary.check_against_cache(module.cos_sin_cache, is_neox_style=bool(module.is_neox_style))
+    return rotary
+
+
+def _engine_rotaries(head_dim: int) -> list[Any]:
+    from vllm.model_executor.layers import rotary_embedding
+
+    known = getattr(rotary_embedding, "_ROPE_DICT", {})
+    return [module for module in known.values() if getattr(module, "head_size", None) == head_dim]
+
+
+def model_fingerprint(vllm_config: Any) -> str:
+    """Digest of what decides a key's value: architecture, dtype, quantization and a sample of the weights.
+
+    The same on the front end, the scheduler and the workers; independent of the folder's path.
+    """
+    model = vllm_config.model_config
+    config = model.hf_config.to_dict()
+    for volatile in ("_name_or_path", "transformers_version", "dtype", "torch_dtype"):
+        config.pop(volatile, None)
+    digest = hashlib.blake2b(digest_size=16)
+    facts = [config, str(model.dtype), str(model.quantization), str(vllm_config.cache_config.cache_dtype)]
+    digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    folder = Path(model.model)
+    if vllm_config.load_config.load_format == "dummy":
+        digest.update(f"dummy {model.seed}".encode())
+    elif folder.is_dir():
+        for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
+            digest.update(f"{path.name} {path.stat().st_size}".encode())
+            with path.open("rb") as weights:
+                digest.update(weights.read(_SAMPLE_BYTES))
+                weights.seek(max(0, path.stat().st_size - _SAMPLE_BYTES))
+                digest.update(weights.read(_SAMPLE_BYTES))
+    else:
+        digest.update(f"{model.model} {model.revision}".encode())
+    return digest.hexdigest()
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that is free on the device now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

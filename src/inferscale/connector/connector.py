@@ -1,0 +1,195 @@
+"""The façade that vLLM loads; its methods only forward calls to the scheduler or the worker side.
+
+    --kv-transfer-config '{"kv_connector": "InferScaleConnector", "kv_role": "kv_both",
+                           "kv_connector_module_path": "inferscale.connector"}'
+
+An exception in a scheduler-side hook ends the engine, so here, and only here, a broad `except`
+degrades: nothing is matched, the prompt is prefilled, the error is logged and counted. Where vLLM
+already counts on our tokens, the request is failed instead (`failed_blocks`): never a wrong answer.
+Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
+
+from inferscale.config import ConnectorConfig, default_runtime_dir, from_mapping
+from inferscale.connector import compat
+from inferscale.connector.messages import StepOrders, StepReport
+from inferscale.connector.residency import ResidencyServer
+from inferscale.connector.scheduler import SchedulerSide
+from inferscale.connector.secret import load_secret, open_runtime_dir
+from inferscale.connector.worker import WorkerSide
+from inferscale.errors import PoolTooLarge
+from inferscale.plan import WIRE_KEY
+from inferscale.pool.slab import num_pages
+from inferscale.pool.table import PageTable
+
+logger = logging.getLogger(__name__)
+
+
+class StepMetadata(KVConnectorMetadata):
+    """Our orders in vLLM's envelope."""
+
+    def __init__(self, orders: StepOrders) -> None:
+        self.orders = orders
+
+
+class WorkerReport(KVConnectorWorkerMetadata):
+    """Our report in vLLM's envelope; ranks are merged by `aggregate`."""
+
+    def __init__(self, report: StepReport) -> None:
+        self.report = report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
+        assert isinstance(other, WorkerReport)
+        return WorkerReport(self.report.merge(other.report))
+
+
+def connector_config(kv_transfer_config: Any) -> ConnectorConfig:
+    """The connector's settings, with the runtime folder filled in; the same on every side."""
+    settings = dict(kv_transfer_config.kv_connector_extra_config or {})
+    settings.setdefault("runtime_dir", default_runtime_dir(str(kv_transfer_config.engine_id)))
+    return from_mapping(ConnectorConfig, settings, "kv_connector_extra_config")
+
+
+class InferScaleConnector(KVConnectorBase_V1):
+    """Memory for vLLM: captures KV of segments, injects them into later prompts."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self.config = connector_config(vllm_config.kv_transfer_config)
+        self.scheduler: SchedulerSide | None = None
+        self.worker: WorkerSide | None = None
+        self._server: ResidencyServer | None = None
+        self._cache = compat.cache_shape(vllm_config, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self._start_scheduler()
+
+    def _start_scheduler(self) -> None:
+        pages = num_pages(self.config.size_bytes, self.config.page_size_tokens, self._cache.token_size_bytes)
+        if pages == 0:
+            page = self.config.page_size_tokens * self._cache.token_size_bytes
+            raise PoolTooLarge(
+                f"pool_size_bytes is {self.config.size_bytes}; one page of {self.config.page_size_tokens} tokens of "
+                f"this model needs {page} bytes. Set pool_size_bytes to at least {64 * page}."
+            )
+        assert self.config.runtime_dir is not None
+        folder = open_runtime_dir(self.config.runtime_dir)
+        self.scheduler = SchedulerSide(
+            PageTable(pages, self.config.page_size_tokens),
+            block_size=self._cache.block_size,
+            model=compat.model_fingerprint(self._vllm_config),
+            secret=load_secret(folder),
+        )
+        self._server = ResidencyServer(folder, self.scheduler.answer)
+
+    # scheduler side ---------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        assert self.scheduler is not None
+        try:
+            return self.scheduler.num_matched_tokens(request, num_computed_tokens), False
+        except Exception:
+            self._count_error("matching", request.request_id)
+            return 0, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self.scheduler is not None
+        block_ids: list[int] = []
+        try:
+            block_ids = list(blocks.get_block_ids()[0])
+            self.scheduler.claim(request, block_ids, num_external_tokens)
+        except Exception:
+            self._count_error("claiming", request.request_id)
+            if num_external_tokens:
+                self.scheduler.broken_blocks.extend(block_ids)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        assert self.scheduler is not None
+        try:
+            return StepMetadata(self.scheduler.build_orders(scheduler_output))
+        except Exception:
+            self._count_error("building orders", "of this step")
+            return StepMetadata(self.scheduler.fail_open_claims())
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self.scheduler is not None
+        try:
+            report = connector_output.kv_connector_worker_meta
+            if report is not None:
+                self.scheduler.complete(report.report)
+        except Exception:
+            self._count_error("completing", "of this step")
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        assert self.scheduler is not None
+        try:
+            outcome = self.scheduler.finish(request)
+            return False, None if outcome is None else {WIRE_KEY: outcome}
+        except Exception:
+            self._count_error("finishing", request.request_id)
+            return False, None
+
+    def reset_cache(self) -> bool:
+        assert self.scheduler is not None
+        self.scheduler.reset()
+        return True
+
+    def shutdown(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _count_error(self, doing: str, what: str) -> None:
+        assert self.scheduler is not None
+        self.scheduler.counters.internal_errors += 1
+        logger.exception("InferScale failed while %s request %s; memory is prefilled as text", doing, what)
+
+    # worker side ------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        layers = compat.layer_caches(self._vllm_config, kv_caches)
+        self.worker = WorkerSide(
+            self.config,
+            layers,
+            compat.model_rotary(self._vllm_config, layers[0].head_dim),
+            self._cache.num_blocks,
+            self._cache.block_size,
+            lambda: compat.free_bytes(layers[0].cache.device),
+        )
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self.worker is not None
+        self.worker.before_forward(self._orders())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: injection is ordered before the forward pass."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to do: capture happens once, after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        assert self.worker is not None
+        self.worker.after_forward(self._orders())
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return set() if self.worker is None else self.worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        report = None if self.worker is None else self.worker.take_report()
+        return None if report is None else WorkerReport(report)
+
+    def _orders(self) -> StepOrders:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata.orders

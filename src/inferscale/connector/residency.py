@@ -1,0 +1,131 @@
+"""Residency and outcomes for the planner, over a Unix socket that only its owner can open.
+
+The scheduler side answers; the front end asks. One JSON object a line each way:
+
+    {"op": "residency", "keys": [...]}   → {"resident": [true, ...]}
+    {"op": "outcome", "id": "..."}       → {"outcome": {...} | null}
+    {"op": "stats"}                      → {"stats": {...}}
+
+An answer may be one step old: what a plan promises is pinned only when vLLM allocates, and what
+went away in between is prefilled.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import socketserver
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from inferscale.errors import EngineError
+
+logger = logging.getLogger(__name__)
+
+SOCKET_NAME = "residency.sock"
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+class ResidencyServer:
+    """Serves `answer` on `folder/residency.sock` from daemon threads until `close`."""
+
+    def __init__(self, folder: Path, answer: Answer) -> None:
+        self.path = folder / SOCKET_NAME
+        if len(os.fsencode(self.path)) > 107:
+            raise EngineError(f"The socket path {self.path} is longer than 107 bytes; set runtime_dir to a shorter one.")
+        self.path.unlink(missing_ok=True)
+        handler = type("Handler", (_Handler,), {"answer": staticmethod(answer)})
+        self._server = socketserver.ThreadingUnixStreamServer(str(self.path), handler)
+        self._server.daemon_threads = True
+        os.chmod(self.path, 0o600)
+        self._thread = threading.Thread(target=self._server.serve_forever, name="inferscale-residency", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self.path.unlink(missing_ok=True)
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    answer: Answer
+
+    def handle(self) -> None:
+        for line in self.rfile:
+            try:
+                reply = self.answer(json.loads(line))
+            except Exception as error:  # the root of this thread: the caller gets the error, the engine goes on
+                logger.exception("Residency request failed")
+                reply = {"error": str(error)}
+            self.wfile.write(json.dumps(reply).encode() + b"\n")
+
+
+class ResidencyClient:
+    """Asks the scheduler side of one engine. Safe to use from several threads; reconnects by itself."""
+
+    def __init__(self, folder: Path, *, timeout_s: float = 5.0) -> None:
+        self._path = folder / SOCKET_NAME
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._buffer = b""
+
+    def resident(self, keys: Sequence[str]) -> list[bool]:
+        """Which segments are in the pool now, in the order of `keys`."""
+        if not keys:
+            return []
+        return [bool(flag) for flag in self._ask({"op": "residency", "keys": list(keys)})["resident"]]
+
+    def outcome(self, plan_id: str) -> dict[str, Any] | None:
+        """What became of a plan, as soon as its request was scheduled; None if unknown."""
+        outcome: dict[str, Any] | None = self._ask({"op": "outcome", "id": plan_id})["outcome"]
+        return outcome
+
+    def stats(self) -> dict[str, Any]:
+        stats: dict[str, Any] = self._ask({"op": "stats"})["stats"]
+        return stats
+
+    def close(self) -> None:
+        with self._lock:
+            self._disconnect()
+
+    def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        with self._lock:
+            for attempt in (1, 2):
+                try:
+                    reply = self._exchange(question)
+                    break
+                except OSError as error:
+                    self._disconnect()
+                    if attempt == 2:
+                        raise EngineError(f"The engine does not answer on {self._path}: {error}. Is it running?") from error
+        if "error" in reply:
+            raise EngineError(f"The engine could not answer: {reply['error']}")
+        return reply
+
+    def _exchange(self, question: dict[str, Any]) -> dict[str, Any]:
+        if self._socket is None:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._socket.settimeout(self._timeout_s)
+            self._socket.connect(str(self._path))
+            self._buffer = b""
+        self._socket.sendall(json.dumps(question).encode() + b"\n")
+        while b"\n" not in self._buffer:
+            chunk = self._socket.recv(65536)
+            if not chunk:
+                raise ConnectionResetError("the connection was closed")
+            self._buffer += chunk
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _disconnect(self) -> None:
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.close()
+            self._socket = None

@@ -1,0 +1,423 @@
+"""Scheduler side: owns the page table, claims resident runs, orders the workers.
+
+What happens to a request with a plan::
+
+    match     get_num_new_matched_tokens   locate segments, offer the leading resident run (no mutation)
+    claim     update_state_after_alloc     pin the run, note the blocks it goes to
+    order     build_connector_meta         injection of this step; captures whose tokens this step computes
+    report    update_connector_output      workers are done: unpin, commit captured segments
+    finish    request_finished             outcome for the caller
+
+It knows vLLM's objects only through the attributes it reads (`request.request_id`,
+`scheduler_output.scheduled_new_reqs`, …), so it is tested from recorded outputs of both model
+runners: resumed requests come in `scheduled_cached_reqs` under V1 and in `scheduled_new_reqs`
+under V2 (vllm/v1/core/sched/scheduler.py). An exception here would end the engine, so the façade
+wraps every hook; see `connector.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from inferscale.connector.locate import Piece, Placement, leading_run, locate
+from inferscale.connector.messages import CaptureOrder, Injection, IntArray, StepOrders, StepReport
+from inferscale.errors import PlanRejected
+from inferscale.plan import Order, Plan, cache_salt, from_wire
+from inferscale.pool.table import PageTable
+
+logger = logging.getLogger(__name__)
+
+MAX_OUTCOMES = 4096
+"""Outcomes kept for callers that ask over the socket; the oldest are forgotten."""
+
+
+@dataclass
+class RequestState:
+    """What the scheduler side knows of one request that carries a plan."""
+
+    plan: Plan
+    can_inject: bool
+    placement: Placement | None = None
+    match: list[Piece] = field(default_factory=list)
+    match_start: int = 0
+    num_cached: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    captured: set[str] = field(default_factory=set)
+    num_injected: int | None = None
+    num_prompt_tokens: int = 0
+    answer: dict[str, Any] | None = None
+    reason: str | None = None
+
+
+@dataclass
+class StepRecord:
+    """What a step's report will release: pins of injected segments, keys being written."""
+
+    pins: list[str] = field(default_factory=list)
+    writing: list[str] = field(default_factory=list)
+
+    def is_empty(self) -> bool:
+        return not self.pins and not self.writing
+
+
+@dataclass
+class Counters:
+    """Totals since start-up, for statistics and the residency socket."""
+
+    requests: int = 0
+    plans_rejected: int = 0
+    plans_stale: int = 0
+    segments_lost: int = 0
+    segments_missing: int = 0
+    segments_injected: int = 0
+    tokens_injected: int = 0
+    captures: int = 0
+    captures_without_room: int = 0
+    captures_failed: int = 0
+    preemptions: int = 0
+    internal_errors: int = 0
+
+
+class SchedulerSide:
+    """Page table, pins and orders. All methods are called from the engine's scheduler thread."""
+
+    def __init__(self, table: PageTable, *, block_size: int, model: str, secret: bytes) -> None:
+        self.table = table
+        self.block_size = block_size
+        self.model = model
+        self.secret = secret
+        self.counters = Counters()
+        self.broken_blocks: list[int] = []
+        self.outcomes: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        self._requests: dict[str, RequestState] = {}
+        self._rejected: dict[str, str] = {}
+        self._claims: list[tuple[RequestState, list[Piece], list[int]]] = []
+        self._steps: dict[int, StepRecord] = {}
+        self._num_steps = 0
+        self._epochs: dict[str, int] = {}
+
+    # match ------------------------------------------------------------------------------------
+
+    def num_matched_tokens(self, request: Any, num_computed: int) -> int:
+        """Tokens behind `num_computed` that the pool can supply; 0 without a usable plan.
+
+        May be called any number of times; it only remembers its last answer, which is what vLLM
+        allocates for in the same scheduling call.
+        """
+        state = self._state_of(request)
+        if state is None:
+            return 0
+        state.match = []
+        state.match_start = num_computed
+        if not state.can_inject or state.placement is None:
+            return 0
+        if getattr(request, "skip_reading_prefix_cache", False):
+            state.reason = "prompt log-probabilities need every prompt token computed"
+            return 0
+        # Never the whole prompt: the last token must be computed for its logits.
+        limit = request.num_tokens - 1
+        state.match = leading_run(state.placement.located, num_computed, limit, self.table.is_resident)
+        return sum(piece.end - piece.start for piece in state.match)
+
+    def _state_of(self, request: Any) -> RequestState | None:
+        request_id = request.request_id
+        state = self._requests.get(request_id)
+        if state is not None or request_id in self._rejected:
+            return state
+        params = request.kv_transfer_params
+        if not params:
+            return None
+        try:
+            plan = from_wire(params, self.secret)
+        except PlanRejected as error:
+            self.counters.plans_rejected += 1
+            self._rejected[request_id] = str(error)
+            logger.warning("Request %s: its plan is ignored, the prompt is prefilled: %s", request_id, error)
+            return None
+        if plan is None:
+            return None
+        state = self._admit(request, plan)
+        self._requests[request_id] = state
+        return state
+
+    def _admit(self, request: Any, plan: Plan) -> RequestState:
+        """Decide once whether this request may inject and capture, and where its segments are."""
+        self.counters.requests += 1
+        state = RequestState(plan, can_inject=False, num_prompt_tokens=request.num_prompt_tokens)
+        prompt_ids = request.prompt_token_ids
+        if plan.order is not None:
+            return state
+        if plan.model != self.model:
+            self.counters.plans_rejected += 1
+            state.reason = "the plan was made for another model"
+        elif plan.epoch < self._epochs.get(plan.scope, 0):
+            self.counters.plans_stale += 1
+            state.reason = "memory of this scope changed after the plan was made"
+        elif prompt_ids is None:
+            state.reason = "the prompt has no token ids"
+        elif request.cache_salt != cache_salt(self.secret, plan.model, plan.scope, plan.epoch):
+            # Without the salt, injected blocks would be found by exact requests.
+            self.counters.plans_rejected += 1
+            state.reason = "the request's cache_salt is not the plan's"
+        elif getattr(request, "lora_request", None) is not None:
+            state.reason = "the request uses a LoRA adapter; facts are encoded without one"
+        elif getattr(request, "mm_features", None):
+            state.reason = "the prompt has images, audio or video"
+        else:
+            state.can_inject = True
+            state.placement = locate(prompt_ids, plan.segments)
+            self.counters.segments_lost += state.placement.num_lost
+        if state.reason is not None:
+            logger.warning("Request %s: prefilled as text: %s", request.request_id, state.reason)
+        return state
+
+    # claim ------------------------------------------------------------------------------------
+
+    def claim(self, request: Any, block_ids: list[int], num_external: int) -> None:
+        """vLLM allocated `block_ids` for the request and counts `num_external` tokens as ours."""
+        state = self._requests.get(request.request_id)
+        if state is None:
+            assert num_external == 0
+            return
+        pieces = _truncate(state.match, num_external)
+        state.match = []
+        for piece in pieces:
+            self.table.pin(piece.key)
+        if pieces:
+            self._claims.append((state, pieces, block_ids))
+        if state.num_injected is None and state.plan.order is None:
+            state.num_injected, state.num_cached = num_external, state.match_start
+            self._count_use(state, pieces)
+            self._publish(state)
+
+    def _count_use(self, state: RequestState, pieces: list[Piece]) -> None:
+        self.counters.segments_injected += len(pieces)
+        self.counters.tokens_injected += sum(piece.end - piece.start for piece in pieces)
+        if state.placement is not None:
+            self.counters.segments_missing += sum(
+                1 for segment in state.placement.located if not self.table.is_resident(segment.key)
+            )
+
+    # order ------------------------------------------------------------------------------------
+
+    def build_orders(self, scheduler_output: Any) -> StepOrders:
+        """Orders for the workers in this step."""
+        self._num_steps += 1
+        record = StepRecord()
+        orders = StepOrders(failed_blocks=self.broken_blocks)
+        self.broken_blocks = []
+        orders.injection = self._build_injection(record)
+        self._follow_blocks(scheduler_output)
+        orders.capture = self._build_capture(scheduler_output, record)
+        # Workers zero before they capture, so a page that is already taken again may be zeroed too.
+        orders.zero_pages = self.table.take_freed_pages()
+        if not record.is_empty() or orders.zero_pages:
+            orders.step = self._num_steps
+            self._steps[orders.step] = record
+        return orders
+
+    def _build_injection(self, record: StepRecord) -> Injection | None:
+        if not self._claims:
+            return None
+        rows: list[IntArray] = []
+        slots: list[IntArray] = []
+        deltas: list[IntArray] = []
+        for _, pieces, block_ids in self._claims:
+            blocks = np.asarray(block_ids, dtype=np.int64)
+            for piece in pieces:
+                entry = self.table.held(piece.key)
+                rows.append(self.table.rows(entry, piece.start, piece.end))
+                positions = np.arange(piece.position, piece.position + piece.end - piece.start, dtype=np.int64)
+                slots.append(blocks[positions // self.block_size] * self.block_size + positions % self.block_size)
+                shift = (piece.position - piece.start) - entry.origin
+                deltas.append(np.full(len(positions), shift, dtype=np.int64))
+                record.pins.append(piece.key)
+        self._claims.clear()
+        return Injection(np.concatenate(rows), np.concatenate(slots), np.concatenate(deltas))
+
+    def _follow_blocks(self, scheduler_output: Any) -> None:
+        """Keep the block lists of capturing requests, and carry out orders of new ones."""
+        for request_id in scheduler_output.preempted_req_ids or ():
+            if request_id in self._requests:
+                self.counters.preemptions += 1
+                self._requests[request_id].block_ids = []
+        for new in scheduler_output.scheduled_new_reqs:
+            state = self._requests.get(new.req_id)
+            if state is None:
+                continue
+            state.block_ids = list(new.block_ids[0])
+            if state.plan.order is not None and state.answer is None:
+                state.answer = self._execute(state.plan.order)
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            state = self._requests.get(request_id)
+            new_blocks = cached.new_block_ids[index]
+            if state is None or not state.plan.captures:
+                continue
+            if request_id in cached.resumed_req_ids:
+                state.block_ids = []
+            if new_blocks is not None:
+                state.block_ids.extend(new_blocks[0])
+
+    def _build_capture(self, scheduler_output: Any, record: StepRecord) -> CaptureOrder | None:
+        slots: list[IntArray] = []
+        rows: list[IntArray] = []
+        for request_id, num_computed in _computed_before(scheduler_output):
+            state = self._requests.get(request_id)
+            if state is None or not state.plan.captures or not state.can_inject:
+                continue
+            computed = num_computed + scheduler_output.num_scheduled_tokens[request_id]
+            blocks = np.asarray(state.block_ids, dtype=np.int64)
+            for span in state.plan.captures:
+                if span.key in state.captured or not 0 <= span.start < span.end <= state.num_prompt_tokens:
+                    continue
+                if span.end > computed or span.end > len(blocks) * self.block_size:
+                    continue
+                state.captured.add(span.key)
+                if self.table.holds(span.key):
+                    continue
+                entry = self.table.reserve(span.key, span.end - span.start, span.start)
+                if entry is None:
+                    self.counters.captures_without_room += 1
+                    continue
+                record.writing.append(span.key)
+                positions = np.arange(span.start, span.end, dtype=np.int64)
+                slots.append(blocks[positions // self.block_size] * self.block_size + positions % self.block_size)
+                rows.append(self.table.rows(entry, 0, entry.num_tokens))
+        if not slots:
+            return None
+        return CaptureOrder(np.concatenate(slots), np.concatenate(rows))
+
+    def _execute(self, order: Order) -> dict[str, Any]:
+        if order.op == "stats":
+            return self.stats()
+        for scope, epoch in order.epochs:
+            self._epochs[scope] = max(epoch, self._epochs.get(scope, 0))
+        return {"dropped": self.table.drop(order.keys)}
+
+    def fail_open_claims(self) -> StepOrders:
+        """After an internal error: the blocks that were promised and will not be written.
+
+        The workers report them, and vLLM fails those requests instead of answering from garbage.
+        """
+        blocks, self.broken_blocks = self.broken_blocks, []
+        for _, pieces, claimed in self._claims:
+            blocks.extend(claimed)
+            for piece in pieces:
+                self.table.unpin(piece.key)
+        self._claims.clear()
+        return StepOrders(failed_blocks=blocks)
+
+    # report -----------------------------------------------------------------------------------
+
+    def complete(self, report: StepReport) -> None:
+        """The workers carried out these steps: unpin, commit or abandon."""
+        for step in sorted(report.done):
+            record = self._steps.pop(step, None)
+            if record is None:
+                continue
+            for key in record.pins:
+                self.table.unpin(key)
+            for key in record.writing:
+                if step in report.failed_captures:
+                    self.counters.captures_failed += 1
+                    self.table.abandon(key)
+                else:
+                    self.counters.captures += 1
+                    self.table.commit(key)
+
+    # finish -----------------------------------------------------------------------------------
+
+    def finish(self, request: Any) -> dict[str, Any] | None:
+        """Outcome of a finished or aborted request, for its `kv_transfer_params`."""
+        rejected = self._rejected.pop(request.request_id, None)
+        if rejected is not None:
+            return {"rejected": rejected}
+        state = self._requests.pop(request.request_id, None)
+        if state is None:
+            return None
+        return self._publish(state)
+
+    def _publish(self, state: RequestState) -> dict[str, Any]:
+        outcome = self._outcome(state)
+        self.outcomes[state.plan.id] = outcome
+        self.outcomes.move_to_end(state.plan.id)
+        while len(self.outcomes) > MAX_OUTCOMES:
+            self.outcomes.popitem(last=False)
+        return outcome
+
+    def _outcome(self, state: RequestState) -> dict[str, Any]:
+        injected = state.num_injected or 0
+        located = state.placement.located if state.placement else ()
+        outcome: dict[str, Any] = {
+            "id": state.plan.id,
+            "prompt_tokens": state.num_prompt_tokens,
+            "injected_tokens": injected,
+            "cached_tokens": state.num_cached,
+            "prefilled_tokens": max(0, state.num_prompt_tokens - injected - state.num_cached),
+            "covered_segments": sum(1 for s in located if s.end <= state.num_cached + injected),
+            "segments": len(state.plan.segments),
+            "lost_segments": state.placement.num_lost if state.placement else 0,
+            "captured": sum(1 for span in state.plan.captures if self.table.holds(span.key)),
+            "captures": len(state.plan.captures),
+        }
+        if state.reason is not None:
+            outcome["reason"] = state.reason
+        if state.answer is not None:
+            outcome["answer"] = state.answer
+        return outcome
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and sizes; plain numbers only."""
+        return {
+            **vars(self.counters),
+            "evictions": self.table.num_evicted,
+            "resident_segments": self.table.num_resident,
+            "pins": self.table.num_pins,
+            "free_pages": self.table.num_free_pages,
+            "pages": self.table.num_pages,
+            "page_size_tokens": self.table.page_size_tokens,
+            "open_requests": len(self._requests),
+            "open_steps": len(self._steps),
+        }
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Answer the residency socket. Runs in another thread: reads, never mutates."""
+        op = question.get("op")
+        if op == "residency":
+            return {"resident": [self.table.is_resident(key) for key in question["keys"]]}
+        if op == "outcome":
+            return {"outcome": self.outcomes.get(question["id"])}
+        if op == "stats":
+            return {"stats": self.stats()}
+        raise ValueError(f"unknown op {op!r}; known are 'residency', 'outcome' and 'stats'")
+
+    def reset(self) -> None:
+        """Forget all segments (vLLM's `reset_prefix_cache(reset_connector=True)`)."""
+        self.table.clear()
+
+
+def _truncate(pieces: list[Piece], num_tokens: int) -> list[Piece]:
+    """The first `num_tokens` tokens of a run."""
+    kept: list[Piece] = []
+    for piece in pieces:
+        take = min(piece.end - piece.start, num_tokens)
+        if take <= 0:
+            break
+        kept.append(piece._replace(end=piece.start + take))
+        num_tokens -= take
+    assert num_tokens <= 0, "vLLM counts more external tokens than were offered"
+    return kept
+
+
+def _computed_before(scheduler_output: Any) -> list[tuple[str, int]]:
+    """(request id, tokens computed before this step) of every scheduled request."""
+    cached = scheduler_output.scheduled_cached_reqs
+    return [(new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs] + list(
+        zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    )

@@ -1,0 +1,66 @@
+"""Portable injection: gather pool rows and rotate their keys to the serving position.
+
+Plain torch, for any device; the reference that hand-written kernels are checked against. The
+rotation is that of Chunked RoPE (`rope.rotate`): by serving position − capture position, in
+float32, rounded once; rows that do not move are copied bit for bit. `compile_gather` returns the
+same function compiled by torch.compile, which fuses the passes over memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from inferscale.rope import Rotary, rotate
+
+logger = logging.getLogger(__name__)
+
+
+class KeysValues(NamedTuple):
+    """keys, values: [layers, n, num_kv_heads, head_dim], contiguous."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+GatherFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], KeysValues]
+
+
+def make_gather(rotary: Rotary) -> GatherFunction:
+    """A function `(pool, rows, cos, sin, is_moved)` that gathers rows with their keys rotated.
+
+    pool: [rows, layers, 2, num_kv_heads, head_dim], any float dtype. rows: int64 [n]. cos, sin:
+    float32 [n, rotary_dim / 2]. is_moved: bool [n]; other rows keep their bits (x·1 − y·0 could
+    change the sign of a zero).
+    """
+
+    def gather(
+        pool: torch.Tensor, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_moved: torch.Tensor
+    ) -> KeysValues:
+        picked = pool.index_select(0, rows).transpose(0, 1)
+        keys, values = picked[:, :, 0], picked[:, :, 1]
+        turned = torch.where(is_moved[:, None, None], rotate(keys, cos, sin, rotary), keys)
+        return KeysValues(turned.contiguous(), values.contiguous())
+
+    return gather
+
+
+def compile_gather(gather: GatherFunction, pool: torch.Tensor, half: int) -> GatherFunction:
+    """`gather` compiled for this pool, or `gather` itself where no compiler works.
+
+    Compiles now, for any number of rows, so that no request pays for it. half: rotary_dim / 2.
+    """
+    compiled: GatherFunction = torch.compile(gather, dynamic=True)
+    try:
+        for n in (5, 64):
+            rows = torch.arange(n, device=pool.device) % pool.shape[0]
+            angles = torch.zeros((n, half), device=pool.device)
+            moved = torch.zeros(n, dtype=torch.bool, device=pool.device)
+            compiled(pool, rows, angles, angles, moved)
+    except Exception as error:  # torch.compile fails in many ways; the plain function is always right
+        logger.warning("Injection runs uncompiled, which is slower: torch.compile failed: %s", error)
+        return gather
+    return compiled

@@ -1,0 +1,193 @@
+"""Page table of the KV pool: which segment lies in which pages, pins, least recently used first.
+
+Pure bookkeeping, owned by the scheduler side; it knows neither torch nor vLLM nor where the slab
+is. A page holds `page_size_tokens` rows, one row per token; rows of a segment are in token order,
+its pages need not be neighbours.
+
+Life of an entry::
+
+    reserve ──▶ WRITING ──commit──▶ RESIDENT ──pin/unpin──▶ RESIDENT ──evict or drop──▶ gone
+                   └──abandon──▶ gone              (dropped while pinned: gone at the last unpin)
+
+Only an unpinned RESIDENT entry is ever evicted.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Entry:
+    """One segment in the pool.
+
+    pages: page numbers in token order. origin: position of its first token when it was captured;
+    keys are stored as rotated there, so a move to position p rotates by p − origin.
+    """
+
+    key: str
+    num_tokens: int
+    origin: int
+    pages: IntArray
+    pins: int = 0
+    is_resident: bool = False
+    is_dropped: bool = False
+
+
+class PageTable:
+    """Fixed-size pages, reference counts and an eviction order. Not thread-safe, except that
+    `is_resident` may be called from any thread (it reads one dictionary entry)."""
+
+    def __init__(self, num_pages: int, page_size_tokens: int) -> None:
+        assert num_pages > 0 and page_size_tokens > 0
+        self.num_pages = num_pages
+        self.page_size_tokens = page_size_tokens
+        self._free: list[int] = list(range(num_pages - 1, -1, -1))
+        self._entries: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
+        self._freed: list[int] = []
+        self.num_evicted = 0
+        self.num_pins = 0  # sum over all entries, dropped ones too; 0 when nothing is being injected
+        self.num_resident = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    def get(self, key: str) -> Entry | None:
+        """The live entry of `key`, being written or resident. Does not count as a use."""
+        entry = self._entries.get(key)
+        return None if entry is None or entry.is_dropped else entry
+
+    def held(self, key: str) -> Entry:
+        """The entry of `key`, even if it was dropped while pinned; KeyError if its pages are free."""
+        return self._entries[key]
+
+    def is_resident(self, key: str) -> bool:
+        entry = self._entries.get(key)
+        return entry is not None and entry.is_resident and not entry.is_dropped
+
+    def touch(self, key: str) -> None:
+        """Count a use: the entry becomes the most recently used."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+
+    def can_reserve(self, num_tokens: int) -> bool:
+        needed = self._pages_for(num_tokens)
+        if needed <= len(self._free):
+            return True
+        evictable = sum(len(e.pages) for e in self._entries.values() if self._is_evictable(e))
+        return needed <= len(self._free) + evictable
+
+    def reserve(self, key: str, num_tokens: int, origin: int) -> Entry | None:
+        """Pages for a new segment, evicting the least recently used; None where there is no room.
+
+        Mutates nothing when it returns None. `key` must not be in the table.
+        """
+        assert num_tokens > 0 and key not in self._entries
+        if not self.can_reserve(num_tokens):
+            return None
+        needed = self._pages_for(num_tokens)
+        while len(self._free) < needed:
+            victim = next(e for e in self._entries.values() if self._is_evictable(e))
+            self._release(victim)
+            self.num_evicted += 1
+        pages = np.array([self._free.pop() for _ in range(needed)], dtype=np.int64)
+        entry = Entry(key, num_tokens, origin, pages)
+        self._entries[key] = entry
+        return entry
+
+    def holds(self, key: str) -> bool:
+        """Whether `key` occupies pages, even if it was dropped and waits for its last unpin."""
+        return key in self._entries
+
+    def commit(self, key: str) -> None:
+        """The pages of `key` are written: it may be injected from now on."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        entry.is_resident = True
+        self.num_resident += not entry.is_dropped
+        if entry.is_dropped and entry.pins == 0:
+            self._release(entry)
+
+    def abandon(self, key: str) -> None:
+        """The pages of `key` were not written: give them back."""
+        entry = self._entries.get(key)
+        if entry is not None and not entry.is_resident:
+            self._release(entry)
+
+    def pin(self, key: str) -> None:
+        """Keep a resident entry from eviction until the matching `unpin`; counts as a use."""
+        entry = self._entries[key]
+        assert entry.is_resident
+        entry.pins += 1
+        self.num_pins += 1
+        self.touch(key)
+
+    def unpin(self, key: str) -> None:
+        entry = self._entries[key]
+        assert entry.pins > 0
+        entry.pins -= 1
+        self.num_pins -= 1
+        if entry.pins == 0 and entry.is_dropped:
+            self._release(entry)
+
+    def drop(self, keys: Iterable[str]) -> int:
+        """Forget `keys` at once; pages in use are freed at the last unpin. Returns how many were known."""
+        dropped = 0
+        for key in keys:
+            entry = self._entries.get(key)
+            if entry is None or entry.is_dropped:
+                continue
+            dropped += 1
+            entry.is_dropped = True
+            self.num_resident -= entry.is_resident
+            if entry.pins == 0 and entry.is_resident:
+                self._release(entry)
+        return dropped
+
+    def clear(self) -> int:
+        return self.drop(list(self._entries))
+
+    def rows(self, entry: Entry, start: int, end: int) -> IntArray:
+        """Slab rows of the tokens `[start, end)` of an entry; int64 [end − start]."""
+        assert 0 <= start <= end <= entry.num_tokens
+        tokens = np.arange(start, end, dtype=np.int64)
+        size = self.page_size_tokens
+        rows: IntArray = entry.pages[tokens // size] * size + tokens % size
+        return rows
+
+    def take_freed_pages(self) -> list[int]:
+        """Pages of dropped segments that were freed since the last call: the worker zeroes them."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    def check(self) -> None:
+        """Assert that every page has exactly one owner; for tests and for debugging."""
+        owned = [int(page) for entry in self._entries.values() for page in entry.pages]
+        assert sorted(owned + self._free) == list(range(self.num_pages))
+
+    def _pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size_tokens)
+
+    @staticmethod
+    def _is_evictable(entry: Entry) -> bool:
+        return entry.pins == 0 and entry.is_resident
+
+    def _release(self, entry: Entry) -> None:
+        del self._entries[entry.key]
+        self.num_resident -= entry.is_resident and not entry.is_dropped
+        pages = [int(page) for page in entry.pages]
+        self._free.extend(pages)
+        if entry.is_dropped:
+            self._freed.extend(pages)

@@ -1,0 +1,406 @@
+"""Rotary frequencies against vLLM and transformers, and the invariant of moving keys."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from inferscale.errors import NotRelocatable
+from inferscale.rope import Rotary, delta_cos_sin, relocate, rotary_from_config, rotate
+
+HEAD_DIM = 64
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1000000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 1024,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {"rope_type": "default", "rope_theta": 10000.0},
+    "large_theta": {"rope_type": "default", "rope_theta": 5000000.0},
+    "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
+    "llama3": LLAMA3,
+    "yarn": YARN,
+    "yarn_mscale": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.1},
+    "yarn_magnitude": {**YARN, "attention_factor": 1.7},
+    "yarn_betas": {**YARN, "beta_fast": 16, "beta_slow": 2},
+    "yarn_no_truncate": {**YARN, "truncate": False},
+    "partial": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "partial_quarter": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "partial_yarn": {**YARN, "partial_rotary_factor": 0.5},
+}
+MAX_POSITION = {"yarn": 4096, "llama3": 4096}
+
+every_variant = pytest.mark.parametrize("name", list(VARIANTS))
+every_style = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+def config_of(name: str, **more: Any) -> dict[str, Any]:
+    params = dict(VARIANTS[name])
+    limit = MAX_POSITION.get(str(params["rope_type"]), 2048)
+    return {
+        "model_type": "llama",
+        "rope_parameters": params,
+        "max_position_embeddings": limit,
+        "hidden_size": 4 * HEAD_DIM,
+        "num_attention_heads": 4,
+        "head_dim": HEAD_DIM,
+        **more,
+    }
+
+
+def project(keys: Tensor, positions: Tensor, rotary: Rotary, dtype: torch.dtype) -> Tensor:
+    """Reference: rotate unrotated keys [..., n, heads, head_dim] to `positions`, all in `dtype`.
+
+    Written with complex numbers in float64 and with a rotated copy otherwise, unlike the code
+    under test.
+    """
+    angles = torch.outer(positions.double(), rotary.inv_freq)
+    half = rotary.rotary_dim // 2
+    first = torch.arange(half) * 2 if rotary.interleaved else torch.arange(half)
+    second = first + (1 if rotary.interleaved else half)
+    out = keys.to(dtype).clone()
+    if dtype == torch.float64:
+        pairs = torch.complex(out[..., first], out[..., second])
+        pairs = pairs * torch.polar(torch.ones_like(angles), angles)[:, None, :]
+        out[..., first], out[..., second] = pairs.real, pairs.imag
+        return out
+    cos, sin = angles.cos().to(dtype)[:, None, :], angles.sin().to(dtype)[:, None, :]
+    one, two = out[..., first].clone(), out[..., second].clone()
+    out[..., first] = one * cos + (-two) * sin
+    out[..., second] = two * cos + one * sin
+    return out
+
+
+def some_keys(dtype: torch.dtype, n: int = 37, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, n, 3, HEAD_DIM, generator=generator).to(dtype)
+
+
+def positions_of(n: int, seed: int, limit: int = 4000) -> Tensor:
+    return torch.randint(0, limit, (n,), generator=torch.Generator().manual_seed(seed))
+
+
+@every_variant
+@every_style
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_moving_equals_projecting(name: str, interleaved: bool, dtype: torch.dtype) -> None:
+    rotary = rotary_from_config(config_of(name), HEAD_DIM, interleaved=interleaved)
+    keys = some_keys(dtype)
+    old, new = positions_of(37, 1), positions_of(37, 2)
+    truth = project(keys, new, rotary, torch.float64)
+    stored = project(keys, old, rotary, torch.float64).to(dtype)
+    moved = relocate(stored, new - old, rotary)
+    same_precision = (project(keys, new, rotary, dtype).double() - truth).abs().max()
+    assert moved.dtype == dtype and moved.shape == keys.shape
+    assert (moved.double() - truth).abs().max() <= 2 * same_precision
+
+
+@every_style
+def test_moves_compose_and_come_back(interleaved: bool) -> None:
+    rotary = rotary_from_config(config_of("llama3"), HEAD_DIM, interleaved=interleaved)
+    keys = some_keys(torch.float32)
+    there, further = positions_of(37, 3) - 2000, positions_of(37, 4) - 2000
+    assert (there < 0).any() and (there > 0).any()
+    two_moves = relocate(relocate(keys, there, rotary), further, rotary)
+    torch.testing.assert_close(two_moves, relocate(keys, there + further, rotary), atol=3e-6, rtol=0)
+    torch.testing.assert_close(
+        relocate(relocate(keys, there, rotary), -there, rotary), keys, atol=3e-6, rtol=0
+    )
+    assert not torch.allclose(relocate(keys, there, rotary), keys, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@every_style
+def test_zero_delta_keeps_every_bit(dtype: torch.dtype, interleaved: bool) -> None:
+    rotary = rotary_from_config(config_of("plain"), HEAD_DIM, interleaved=interleaved)
+    keys = some_keys(dtype)
+    keys[0, 0, 0, :4] = torch.tensor([-0.0, float("inf"), float("nan"), 0.0])
+    deltas = torch.zeros(37, dtype=torch.int64)
+    deltas[1] = 5
+    view = torch.int32 if dtype == torch.float32 else torch.int16
+    before, after = keys.view(view), relocate(keys, deltas, rotary).view(view)
+    still = deltas == 0
+    assert torch.equal(before[:, still], after[:, still])
+    assert not torch.equal(before[:, ~still], after[:, ~still])
+
+
+def test_elements_behind_rotary_dim_keep_every_bit() -> None:
+    rotary = rotary_from_config(config_of("partial_quarter"), HEAD_DIM)
+    keys = some_keys(torch.bfloat16)
+    moved = relocate(keys, torch.arange(1, 38), rotary)
+    assert rotary.rotary_dim == 16
+    assert torch.equal(keys[..., 16:].view(torch.int16), moved[..., 16:].view(torch.int16))
+    assert (keys[..., :16] != moved[..., :16]).any(dim=(0, 1, 2)).all()
+
+
+def test_relocate_leaves_its_argument_alone_and_takes_any_leading_dims() -> None:
+    rotary = rotary_from_config(config_of("plain"), HEAD_DIM)
+    keys, deltas = some_keys(torch.float32), positions_of(37, 5) - 1000
+    copy = keys.clone()
+    both = relocate(keys, deltas, rotary)
+    assert torch.equal(keys, copy)
+    assert torch.equal(both[1], relocate(keys[1], deltas, rotary))
+    assert relocate(keys[0, :0], deltas[:0], rotary).shape == (0, 3, HEAD_DIM)
+
+
+def test_large_positions_stay_exact() -> None:
+    rotary = rotary_from_config(config_of("plain"), HEAD_DIM)
+    positions = torch.tensor([10_000_019, -10_000_019])
+    cos, sin = rotary.cos_sin(positions)
+    angles = torch.outer(positions.double(), rotary.inv_freq)
+    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (2, HEAD_DIM // 2)
+    torch.testing.assert_close(cos.double(), angles.cos(), atol=6e-8, rtol=0)
+    torch.testing.assert_close(sin.double(), angles.sin(), atol=6e-8, rtol=0)
+    in_float32 = (positions.float()[:, None] * rotary.inv_freq.float()).cos()
+    assert (in_float32 - cos).abs().max() > 1e-2, "the case does not tell float32 angles apart"
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_deltas_are_deduplicated_but_complete(dtype: torch.dtype) -> None:
+    rotary = rotary_from_config(config_of("yarn"), HEAD_DIM)
+    deltas = torch.tensor([5, -3, 5, 0, -3, 5], dtype=dtype)
+    cos, sin = delta_cos_sin(deltas, rotary)
+    whole = rotary.cos_sin(deltas)
+    assert torch.equal(cos, whole.cos) and torch.equal(sin, whole.sin)
+    moved = rotate(some_keys(torch.float32, 6), cos, sin, rotary)
+    assert torch.equal(moved[:, 0], relocate(some_keys(torch.float32, 6), deltas, rotary)[:, 0])
+
+
+# --- the same frequencies as the engine and transformers -----------------------------------------
+
+
+@needs_vllm
+@every_variant
+@every_style
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_agrees_with_vllm(name: str, interleaved: bool, dtype: torch.dtype) -> None:
+    layer = vllm_rope(VARIANTS[name], not interleaved, dtype)
+    rotary = rotary_from_config(config_of(name), HEAD_DIM, interleaved=interleaved)
+    rotary.check_against_cache(layer.cos_sin_cache, is_neox_style=layer.is_neox_style)
+    params = VARIANTS[name]
+    scale = params["factor"] if params["rope_type"] in ("yarn", "linear") else params["rope_theta"]
+    theirs = layer._compute_inv_freq(scale if params["rope_type"] == "yarn" else params["rope_theta"])
+    if params["rope_type"] == "linear":
+        theirs = theirs / scale
+    assert torch.equal(rotary.inv_freq.float(), theirs)
+    if dtype == torch.float32:
+        keys = some_keys(dtype)[0]
+        positions = positions_of(37, 6, 2000)
+        _, moved = layer.forward_native(positions, torch.zeros(37, HEAD_DIM), keys.clone().flatten(1))
+        magnitude = getattr(layer, "mscale", 1.0)
+        expected = relocate(keys, positions, rotary)
+        expected[..., : rotary.rotary_dim] *= magnitude
+        torch.testing.assert_close(moved.view_as(keys), expected, atol=2e-3, rtol=0)
+
+
+@every_variant
+def test_agrees_with_transformers(name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    config = transformers.LlamaConfig(**config_of(name))
+    kind = VARIANTS[name]["rope_type"]
+    if kind == "default":
+        theirs = plain_by_hand(VARIANTS[name])
+    else:
+        theirs, _ = rope_utils.ROPE_INIT_FUNCTIONS[kind](config, "cpu")
+    assert torch.equal(rotary_from_config(config.to_dict(), HEAD_DIM).inv_freq.float(), theirs)
+
+
+def plain_by_hand(params: dict[str, Any]) -> Tensor:
+    dim = int(HEAD_DIM * params.get("partial_rotary_factor", 1.0))
+    return 1.0 / (params["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim))
+
+
+def vllm_rope(params: dict[str, Any], is_neox_style: bool, dtype: torch.dtype) -> Any:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    with set_current_vllm_config(VllmConfig()):
+        return get_rope(HEAD_DIM, 2048, is_neox_style, dict(params), dtype)
+
+
+# --- reading configurations ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plain", "linear", "llama3", "yarn_no_truncate", "partial"])
+def test_old_form_of_configuration(name: str) -> None:
+    new = config_of(name)
+    params = dict(new["rope_parameters"])
+    old = {k: v for k, v in new.items() if k != "rope_parameters"}
+    old["rope_theta"] = params.pop("rope_theta")
+    factor = params.pop("partial_rotary_factor", None)
+    if factor is not None:
+        old["partial_rotary_factor"] = factor
+    params["type"] = params.pop("rope_type")
+    old["rope_scaling"] = None if params == {"type": "default"} else params
+    a, b = rotary_from_config(new, HEAD_DIM), rotary_from_config(old, HEAD_DIM)
+    assert torch.equal(a.inv_freq, b.inv_freq) and a.rotary_dim == b.rotary_dim
+
+
+def test_text_config_inside_is_used() -> None:
+    outer = {"model_type": "llava", "text_config": config_of("llama3")}
+    inner = rotary_from_config(config_of("llama3"), HEAD_DIM)
+    assert torch.equal(rotary_from_config(outer, HEAD_DIM).inv_freq, inner.inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("config", "rotary_dim"),
+    [
+        ({"rope_theta": 1e4, "rotary_pct": 0.25}, 16),
+        ({"rotary_emb_base": 1e4, "rotary_emb_fraction": 0.5}, 32),
+        ({"model_type": "gptj", "rotary_dim": 48}, 48),
+        ({"rope_parameters": {"rope_theta": 1e4, "rope_dim": 24}}, 24),
+        ({"rope_theta": 1e4}, 64),
+    ],
+)
+def test_partial_rotary_by_any_name(config: dict[str, Any], rotary_dim: int) -> None:
+    rotary = rotary_from_config(config, HEAD_DIM)
+    assert rotary.rotary_dim == rotary_dim and rotary.head_dim == HEAD_DIM
+    assert rotary.inv_freq.shape == (rotary_dim // 2,)
+    assert float(rotary.inv_freq[1]) == pytest.approx(1e4 ** (-2 / rotary_dim))
+
+
+def test_style_follows_the_model_type_unless_given() -> None:
+    assert not rotary_from_config(config_of("plain"), HEAD_DIM).interleaved
+    assert rotary_from_config(config_of("plain", model_type="glm4"), HEAD_DIM).interleaved
+    assert not rotary_from_config(
+        config_of("plain", model_type="glm4"), HEAD_DIM, interleaved=False
+    ).interleaved
+
+
+def test_yarn_original_length_falls_back_as_in_transformers() -> None:
+    config = config_of("yarn")
+    del config["rope_parameters"]["original_max_position_embeddings"]
+    given = rotary_from_config({**config, "original_max_position_embeddings": 1024}, HEAD_DIM)
+    assert torch.equal(given.inv_freq, rotary_from_config(config_of("yarn"), HEAD_DIM).inv_freq)
+    assert not torch.equal(given.inv_freq, rotary_from_config(config, HEAD_DIM).inv_freq)
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+REFUSED = [
+    ("dynamic NTK", {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
+    ("dynamic NTK", {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "alpha": 2.0}}),
+    ("longrope", {"rope_theta": 1e4, "rope_scaling": {"type": "longrope", "short_factor": [1]}}),
+    ("longrope", {"rope_theta": 1e4, "rope_scaling": {"type": "su"}}),
+    ("mrope", {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}),
+    ("mrope", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [8, 12, 12]}}),
+    ("proportional", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "proportional"}}),
+    ("FoPE", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "use_fope": True}}),
+    ("dual chunk", {"rope_theta": 1e4, "dual_chunk_attention_config": {"chunk_size": 8}}),
+    (
+        "per-layer-type",
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_theta": 1e6},
+                "sliding_attention": {"rope_theta": 1e4},
+            }
+        },
+    ),
+    ("rope_local_base_freq", {"rope_theta": 1e6, "rope_local_base_freq": 1e4}),
+    ("no (the configuration has no rope_theta)", {"model_type": "something"}),
+    ("ALiBi", {"model_type": "falcon", "alibi": True, "rope_theta": 1e4}),
+    ("ALiBi", {"model_type": "mpt", "attn_config": {"alibi": True}}),
+    ("ALiBi", {"model_type": "bloom"}),
+    ("learned positions", {"model_type": "gpt2"}),
+    ("'nope'", {"model_type": "granitemoehybrid", "position_embedding_type": "nope", "rope_theta": 1e4}),
+    ("NoPE", {"model_type": "smollm3", "rope_theta": 1e4, "no_rope_layers": [1, 1, 0]}),
+    ("NoPE", {"model_type": "cohere2", "rope_theta": 1e4}),
+    (
+        "NoPE",
+        {"model_type": "exaone4", "rope_theta": 1e4, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    ("latent-attention", {"rope_theta": 1e4, "kv_lora_rank": 512}),
+    ("unknown 'spiral'", {"rope_theta": 1e4, "rope_scaling": {"rope_type": "spiral"}}),
+    ("partial rotary (33 of 64", {"rope_parameters": {"rope_theta": 1e4, "rope_dim": 33}}),
+    ("partial rotary (96 of 64", {"rope_theta": 1e4, "partial_rotary_factor": 1.5}),
+]
+
+
+@pytest.mark.parametrize(("variant", "config"), REFUSED, ids=[name for name, _ in REFUSED])
+def test_refused_by_name(variant: str, config: dict[str, Any]) -> None:
+    with pytest.raises(NotRelocatable) as caught:
+        rotary_from_config(config, HEAD_DIM)
+    assert variant in str(caught.value)
+    assert "YaRN" in str(caught.value), "the message must say what is supported"
+
+
+def test_layers_that_all_rotate_are_accepted() -> None:
+    assert rotary_from_config({"rope_theta": 1e4, "no_rope_layers": [1, 1]}, HEAD_DIM)
+    assert rotary_from_config({"model_type": "exaone4", "rope_theta": 1e4, "layer_types": None}, HEAD_DIM)
+
+
+def test_missing_parameter_is_named() -> None:
+    with pytest.raises(NotRelocatable, match="linear .* lacks the parameter 'factor'"):
+        rotary_from_config({"rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, HEAD_DIM)
+
+
+# --- the check against an engine's cache ---------------------------------------------------------
+
+
+def cache_of(rotary: Rotary, num: int, dtype: torch.dtype, magnitude: float = 1.0) -> Tensor:
+    """A cache as engines build it: float32 angles, then rounded to `dtype`."""
+    angles = torch.outer(torch.arange(num).float(), rotary.inv_freq.float())
+    return (torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num", [1, 2, 700, 131072])
+@pytest.mark.parametrize("magnitude", [1.0, 1.46, 0.3])
+def test_cache_check_accepts_the_right_cache(dtype: torch.dtype, num: int, magnitude: float) -> None:
+    rotary = rotary_from_config(config_of("llama3"), 16)
+    rotary.check_against_cache(cache_of(rotary, num, dtype, magnitude))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num", [2048, 8192])
+def test_cache_check_rejects_other_frequencies(dtype: torch.dtype, num: int) -> None:
+    plain = rotary_from_config(config_of("plain"), HEAD_DIM)
+    for other in ("large_theta", "linear", "llama3", "yarn"):
+        with pytest.raises(NotRelocatable, match="differs from the frequencies"):
+            plain.check_against_cache(cache_of(rotary_from_config(config_of(other), HEAD_DIM), num, dtype))
+    near = rotary_from_config({"rope_theta": 10000.0 * 1.05}, HEAD_DIM)
+    with pytest.raises(NotRelocatable, match="differs"):
+        plain.check_against_cache(cache_of(near, num, dtype))
+
+
+def test_cache_check_rejects_what_is_no_rotation() -> None:
+    rotary = rotary_from_config(config_of("plain"), HEAD_DIM)
+    cache = cache_of(rotary, 512, torch.float32)
+    swapped = torch.cat(cache.chunk(2, dim=-1)[::-1], dim=-1)
+    uneven = cache.clone()
+    uneven[:, :4] *= 1.1
+    uneven[:, 32:36] *= 1.1
+    for wrong in (
+        swapped,
+        uneven,
+        torch.zeros_like(cache),
+        -cache,
+        cache[:, :32],
+        cache[0],
+        cache.to(torch.int32),
+    ):
+        with pytest.raises(NotRelocatable):
+            rotary.check_against_cache(wrong)
+
+
+def test_cache_check_rejects_the_other_style() -> None:
+    rotary = rotary_from_config(config_of("plain"), HEAD_DIM, interleaved=True)
+    cache = cache_of(rotary, 64, torch.float32)
+    rotary.check_against_cache(cache, is_neox_style=False)
+    with pytest.raises(NotRelocatable, match="interleaved=False"):
+        rotary.check_against_cache(cache, is_neox_style=True)
