@@ -34,7 +34,8 @@ format: setup
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-doctor: setup
+doctor: # works after a set-up that failed half way, too
+	@test -x $(BIN)/inferscale || $(PYTHON) tools/setup_env.py
 	@$(BIN)/inferscale doctor
 
 clean:

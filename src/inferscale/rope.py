@@ -95,8 +95,8 @@ class Rotary:
     def __post_init__(self) -> None:
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= self.head_dim:
             raise NotRelocatable(
-                f"{self.rotary_dim} of {self.head_dim} elements of a key head would be rotated; it must be an "
-                "even number from 2 to the size of the head."
+                f"{self.rotary_dim} of {self.head_dim} elements of a key head would be rotated; it must be "
+                "an even number from 2 to the size of the head."
             )
         assert self.inv_freq.shape == (self.rotary_dim // 2,)
 
@@ -120,13 +120,13 @@ class Rotary:
         """
         if is_neox_style is not None and is_neox_style == self.interleaved:
             raise NotRelocatable(
-                f"the engine pairs key elements {_style(not is_neox_style)}, but this rotary embedding was read as "
-                f"{_style(self.interleaved)}; build it with interleaved={not is_neox_style}."
+                f"the engine pairs key elements {_style(not is_neox_style)}, but this rotary embedding was "
+                f"read as {_style(self.interleaved)}; build it with interleaved={not is_neox_style}."
             )
-        if cache.dim() != 2 or cache.shape[1] != self.rotary_dim or not cache.is_floating_point():
+        if cache.shape[1:] != (self.rotary_dim,) or not cache.numel() or not cache.is_floating_point():
             raise NotRelocatable(
-                f"the engine's cos/sin cache is {cache.dtype} {list(cache.shape)}; expected is a floating-point "
-                f"cache [positions, {self.rotary_dim}]. Supported are {SUPPORTED}."
+                f"the engine's cos/sin cache is {cache.dtype} {list(cache.shape)}; expected is a "
+                f"floating-point cache [positions, {self.rotary_dim}]. Supported are {SUPPORTED}."
             )
         positions = _spread(cache.shape[0]).to(cache.device)
         cos, sin = cache[positions].to(torch.float64).chunk(2, dim=-1)
@@ -146,8 +146,8 @@ class Rotary:
         if bool((excess > 0).any()):
             row, pair = divmod(int(excess.argmax()), self.rotary_dim // 2)
             raise NotRelocatable(
-                f"the engine's cos/sin cache differs from the frequencies of the model's configuration, most of all "
-                f"at position {int(positions[row])}, pair {pair}. This rotary variant is unknown. "
+                "the engine's cos/sin cache differs from the frequencies of the model's configuration, most "
+                f"of all at position {int(positions[row])}, pair {pair}. This rotary variant is unknown. "
                 f"Supported are {SUPPORTED}."
             )
 

@@ -38,8 +38,8 @@ class WindowPolicy:
     def __post_init__(self) -> None:
         if self.window < 0 or self.stride < 1:
             raise InvalidInput(
-                f"the window policy is window {self.window}, stride {self.stride}; the window must be 0 or more "
-                "facts and the stride 1 or more."
+                f"the window policy is window {self.window}, stride {self.stride}; the window must be "
+                "0 or more facts and the stride 1 or more."
             )
 
     def __str__(self) -> str:
@@ -78,8 +78,8 @@ def parse_policy(text: str) -> WindowPolicy:
         if match[1] == "sliding" and complete and len(values) == 2:
             return sliding(values[0], values[1])
     raise InvalidInput(
-        f"the window policy is {text!r}; allowed are 'alone', 'window(W)' and 'sliding(W,STRIDE)', for example "
-        "'sliding(20,20)'."
+        f"the window policy is {text!r}; allowed are 'alone', 'window(W)' and 'sliding(W,STRIDE)', "
+        "for example 'sliding(20,20)'."
     )
 
 
@@ -144,8 +144,8 @@ def plan_passes(
             raise InvalidInput(f"item {item} has {length} tokens; an item has at least one.")
         if needs[item] and length > room:
             raise TextTooLong(
-                f"the text has {length} tokens; behind the {anchor_tokens} tokens of the anchor there is room for "
-                f"{max(room, 0)} of the model's {max_tokens}. Split the text."
+                f"the text has {length} tokens; behind the {anchor_tokens} tokens of the anchor there is "
+                f"room for {max(room, 0)} of the model's {max_tokens}. Split the text."
             )
     passes: list[EncodePass] = []
     wanted = [item for item, needed in enumerate(needs) if needed]

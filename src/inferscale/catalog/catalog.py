@@ -7,28 +7,23 @@ transaction. Knows nothing of tokens, KV and searching; stores text exactly as g
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inferscale.catalog import passes as _passes
+from inferscale.catalog import rows as _rows
 from inferscale.catalog.database import ChangeToken, Database
 from inferscale.catalog.passes import EncodePass, Encoding
 from inferscale.errors import CatalogError, EmbedderMismatch, InvalidInput, UnknownFact
 from inferscale.facts import Fact, Scope, Turn
 
 CATALOG_FILE = "catalog.sqlite3"
-
-_FACTS = (
-    "SELECT f.id, f.seq, s.user_id, s.agent_id, s.run_id, f.text, f.speaker, f.said_at, f.created_at, f.metadata "
-    "FROM facts f JOIN scopes s ON s.id = f.scope "
-)
 
 
 class ScopeEpoch(NamedTuple):
@@ -91,14 +86,14 @@ class Catalog:
         """State whose vectors this catalog holds. Raises EmbedderMismatch if it holds another's."""
         wanted = (name, dim)
         with self._database.read() as connection:
-            found = _embedder(connection)
+            found = _rows.read_embedder(connection)
         if found is None:
             with self._database.write() as connection:
                 connection.executemany(
                     "INSERT OR IGNORE INTO meta (name, value) VALUES (?, ?)",
                     [("embedder_name", name), ("embedder_dim", str(dim))],
                 )
-                found = _embedder(connection)
+                found = _rows.read_embedder(connection)
         if found is not None and found != wanted:
             raise EmbedderMismatch(
                 f"{self.path} holds vectors of the embedder {found[0]!r} with {found[1]} dimensions, "
@@ -114,21 +109,24 @@ class Catalog:
         """
         if scope.is_empty():
             raise InvalidInput("a fact needs an owner: give at least one of user_id, agent_id and run_id.")
-        metadata = [_metadata_json(turn.metadata) for turn in turns]
+        metadata = [_rows.metadata_json(turn.metadata) for turn in turns]
         now = time.time()
         facts: list[Fact] = []
         with self._database.write() as connection:
-            embedder = _embedder(connection)
+            embedder = _rows.read_embedder(connection)
             if embedder is None:
-                raise CatalogError(f"{self.path} knows no embedder yet; call record_embedder before add_facts.")
+                raise CatalogError(
+                    f"{self.path} knows no embedder yet; call record_embedder before add_facts."
+                )
             name, dim = embedder
             if vectors.shape != (len(turns), dim):
                 raise InvalidInput(f"vectors have the shape {vectors.shape}; {(len(turns), dim)} is needed.")
-            code = _scope_code(connection, scope)
+            code = _rows.scope_code(connection, scope)
             for turn, meta, vector in zip(turns, metadata, vectors, strict=True):
                 fact_id = str(uuid.uuid4())
                 cursor = connection.execute(
-                    "INSERT INTO facts (id, scope, text, speaker, said_at, created_at, metadata) VALUES (?,?,?,?,?,?,?)",
+                    "INSERT INTO facts (id, scope, text, speaker, said_at, created_at, metadata) "
+                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
                     (fact_id, code, turn.text, turn.speaker, turn.said_at, now, meta),
                 )
                 seq = cursor.lastrowid
@@ -137,7 +135,9 @@ class Catalog:
                     "INSERT INTO vectors (fact, embedder, dim, data) VALUES (?, ?, ?, ?)",
                     (seq, name, dim, np.asarray(vector, dtype="<f4").tobytes()),
                 )
-                facts.append(Fact(fact_id, seq, scope, turn.text, turn.speaker, turn.said_at, now, json.loads(meta)))
+                facts.append(
+                    Fact(fact_id, seq, scope, turn.text, turn.speaker, turn.said_at, now, json.loads(meta))
+                )
         return facts
 
     def get(self, fact_id: str) -> Fact | None:
@@ -147,28 +147,38 @@ class Catalog:
     def facts_by_ids(self, fact_ids: Iterable[str]) -> list[Fact]:
         """Facts in the order of the ids; ids that name no fact are left out."""
         ids = list(fact_ids)
-        found = {fact.id: fact for fact in self._facts("WHERE f.id IN (SELECT value FROM json_each(?))", json.dumps(ids))}
+        found = {
+            fact.id: fact
+            for fact in self._facts("WHERE f.id IN (SELECT value FROM json_each(?))", json.dumps(ids))
+        }
         return [found[fact_id] for fact_id in ids if fact_id in found]
 
     def facts_by_seqs(self, seqs: Iterable[int]) -> dict[int, Fact]:
         """Sequence number → fact; facts that do not exist (any more) are left out."""
         wanted = json.dumps(list(seqs))
-        return {fact.seq: fact for fact in self._facts("WHERE f.seq IN (SELECT value FROM json_each(?))", wanted)}
+        return {
+            fact.seq: fact for fact in self._facts("WHERE f.seq IN (SELECT value FROM json_each(?))", wanted)
+        }
 
     def facts(self, filter: Scope, limit: int | None = None, after: int = 0) -> list[Fact]:
-        """Facts under `filter` (all for an empty one) in seq order: at most `limit` with a seq above `after`."""
-        where, values = _covered(filter)
-        clause = f"WHERE f.scope IN (SELECT id FROM scopes WHERE {where}) AND f.seq > ? ORDER BY f.seq LIMIT ?"
+        """Facts under `filter` (all for an empty one) and above `after`, at most `limit`, in seq order."""
+        where, values = _rows.covered(filter)
+        clause = (
+            f"WHERE f.scope IN (SELECT id FROM scopes WHERE {where}) AND f.seq > ? ORDER BY f.seq LIMIT ?"
+        )
         return self._facts(clause, *values, after, -1 if limit is None else limit)
 
     def neighbours_before(self, fact: Fact, n: int) -> list[Fact]:
         """The last `n` facts of the same exact scope that were stored before `fact`, oldest first."""
-        clause = "WHERE f.scope = (SELECT scope FROM facts WHERE seq = ?) AND f.seq < ? ORDER BY f.seq DESC LIMIT ?"
+        clause = (
+            "WHERE f.scope = (SELECT scope FROM facts WHERE seq = ?) AND f.seq < ? "
+            "ORDER BY f.seq DESC LIMIT ?"
+        )
         return self._facts(clause, fact.seq, fact.seq, max(0, n))[::-1]
 
     def unencoded(self, model: str, filter: Scope) -> list[Fact]:
         """Facts under `filter` that have no encoding for this model, in seq order."""
-        where, values = _covered(filter)
+        where, values = _rows.covered(filter)
         clause = (
             f"WHERE f.scope IN (SELECT id FROM scopes WHERE {where}) AND NOT EXISTS "
             "(SELECT 1 FROM encodings e WHERE e.fact = f.seq AND e.model = ?) ORDER BY f.seq"
@@ -177,7 +187,7 @@ class Catalog:
 
     def count(self, filter: Scope) -> int:
         """Number of facts under `filter` (all for an empty one)."""
-        where, values = _covered(filter)
+        where, values = _rows.covered(filter)
         sql = f"SELECT count(*) FROM facts WHERE scope IN (SELECT id FROM scopes WHERE {where})"
         return self._number(sql, values)
 
@@ -188,7 +198,7 @@ class Catalog:
     def epoch(self, filter: Scope) -> int:
         """Memory epoch of `filter`: rises with every deletion under it and never falls."""
         with self._database.read() as connection:
-            return _epoch(connection, filter)
+            return _rows.read_epoch(connection, filter)
 
     def delete(self, fact_id: str) -> Deletion:
         """Remove a fact, its vector and every encoding that has seen it. Raises UnknownFact.
@@ -196,44 +206,54 @@ class Catalog:
         The caller sends `keys` and `epochs` to the engine as an order to forget.
         """
         with self._database.write() as connection:
-            fact = next(iter(_select_facts(connection, "WHERE f.id = ?", fact_id)), None)
+            fact = next(iter(_rows.select_facts(connection, "WHERE f.id = ?", fact_id)), None)
             if fact is None:
                 raise UnknownFact(f"no fact has the id {fact_id!r}; it may have been deleted already.")
             keys = _passes.invalidate(connection, fact.seq)
             connection.execute(
-                "UPDATE scopes SET epoch = epoch + 1 WHERE id = (SELECT scope FROM facts WHERE seq = ?)", (fact.seq,)
+                "UPDATE scopes SET epoch = epoch + 1 WHERE id = (SELECT scope FROM facts WHERE seq = ?)",
+                (fact.seq,),
             )
             connection.execute("DELETE FROM facts WHERE seq = ?", (fact.seq,))
             connection.execute("INSERT INTO deletions (fact) VALUES (?)", (fact.seq,))
-            epochs = tuple(ScopeEpoch(scope, _epoch(connection, scope)) for scope in _filters_over(fact.scope))
+            epochs = tuple(
+                ScopeEpoch(scope, _rows.read_epoch(connection, scope))
+                for scope in _rows.filters_over(fact.scope)
+            )
         return Deletion(fact, tuple(keys), epochs)
 
     # --- vectors -----------------------------------------------------------------------------
 
     def scope_codes(self, filter: Scope) -> list[int]:
         """Codes of the exact scopes that `filter` covers."""
-        where, values = _covered(filter)
+        where, values = _rows.covered(filter)
         with self._database.read() as connection:
             return [row[0] for row in connection.execute(f"SELECT id FROM scopes WHERE {where}", values)]
 
     def vector_changes(self, since: VectorMark, limit: int = 50_000) -> VectorChanges:
         """At most `limit` vectors stored since the mark, and all deletions since it."""
         with self._database.read() as connection:
-            embedder = _embedder(connection)
+            embedder = _rows.read_embedder(connection)
             rows = connection.execute(
                 "SELECT f.seq, f.scope, v.data FROM facts f JOIN vectors v ON v.fact = f.seq "
                 "WHERE f.seq > ? ORDER BY f.seq LIMIT ?",
                 (since.seq, limit),
             ).fetchall()
             if since == VectorMark():
-                removed, last_deletion = [], _last_deletion(connection)
+                removed, last_deletion = [], _rows.last_deletion(connection)
             else:
-                gone = connection.execute("SELECT id, fact FROM deletions WHERE id > ? ORDER BY id", (since.deletion,))
+                gone = connection.execute(
+                    "SELECT id, fact FROM deletions WHERE id > ? ORDER BY id", (since.deletion,)
+                )
                 pairs = gone.fetchall()
                 removed = [seq for _, seq in pairs]
                 last_deletion = pairs[-1][0] if pairs else since.deletion
         dim = embedder[1] if embedder else 0
-        vectors = np.frombuffer(b"".join(row[2] for row in rows), dtype="<f4").astype(np.float32).reshape(len(rows), dim)
+        vectors = (
+            np.frombuffer(b"".join(row[2] for row in rows), dtype="<f4")
+            .astype(np.float32)
+            .reshape(len(rows), dim)
+        )
         return VectorChanges(
             mark=VectorMark(rows[-1][0] if rows else since.seq, last_deletion),
             fact_seqs=[row[0] for row in rows],
@@ -246,7 +266,12 @@ class Catalog:
     # --- encodings (contracts: catalog/passes.py) ----------------------------------------------
 
     def record_pass(
-        self, model: str, scope: Scope, window_ids: Sequence[str], captured_ids: Sequence[str], keys: Sequence[str]
+        self,
+        model: str,
+        scope: Scope,
+        window_ids: Sequence[str],
+        captured_ids: Sequence[str],
+        keys: Sequence[str],
     ) -> int:
         """Store an encode pass over facts of one exact scope and return its id.
 
@@ -255,7 +280,7 @@ class Catalog:
         meanwhile or belongs to another scope, InvalidInput for a fact that stands there twice.
         """
         with self._database.write() as connection:
-            code = _scope_code(connection, scope)
+            code = _rows.scope_code(connection, scope)
             return _passes.record_pass(connection, model, code, window_ids, captured_ids, keys)
 
     def encodings(self, model: str, fact_ids: Iterable[str]) -> dict[str, Encoding]:
@@ -281,86 +306,8 @@ class Catalog:
 
     def _facts(self, clause: str, *values: object) -> list[Fact]:
         with self._database.read() as connection:
-            return _select_facts(connection, clause, *values)
+            return _rows.select_facts(connection, clause, *values)
 
     def _number(self, sql: str, values: Sequence[str]) -> int:
         with self._database.read() as connection:
             return int(connection.execute(sql, values).fetchone()[0])
-
-
-class _Condition(NamedTuple):
-    sql: str
-    values: list[str]
-
-
-def _covered(filter: Scope) -> _Condition:
-    """SQL condition on `scopes` for the exact scopes that `filter` covers."""
-    given = [
-        (column, value)
-        for column, value in (("user_id", filter.user_id), ("agent_id", filter.agent_id), ("run_id", filter.run_id))
-        if value is not None
-    ]
-    return _Condition(" AND ".join(f"{column} = ?" for column, _ in given) or "TRUE", [value for _, value in given])
-
-
-def _filters_over(scope: Scope) -> list[Scope]:
-    """Every filter that covers the exact scope: up to seven."""
-    filters = {
-        Scope(user_id, agent_id, run_id): None
-        for user_id in (scope.user_id, None)
-        for agent_id in (scope.agent_id, None)
-        for run_id in (scope.run_id, None)
-    }
-    return [filter for filter in filters if not filter.is_empty()]
-
-
-def _epoch(connection: sqlite3.Connection, filter: Scope) -> int:
-    where, values = _covered(filter)
-    return int(connection.execute(f"SELECT coalesce(sum(epoch), 0) FROM scopes WHERE {where}", values).fetchone()[0])
-
-
-def _scope_code(connection: sqlite3.Connection, scope: Scope) -> int:
-    """Code of an exact scope, made on first use."""
-    ids = (scope.user_id, scope.agent_id, scope.run_id)
-    connection.execute("INSERT OR IGNORE INTO scopes (user_id, agent_id, run_id) VALUES (?, ?, ?)", ids)
-    found = connection.execute(
-        "SELECT id FROM scopes WHERE ifnull(user_id, '') = ifnull(?, '') AND ifnull(agent_id, '') = ifnull(?, '') "
-        "AND ifnull(run_id, '') = ifnull(?, '')",
-        ids,
-    ).fetchone()
-    if found is None:
-        raise InvalidInput(f"{scope} is no exact scope: ids must not be empty and at least one must be given.")
-    return int(found[0])
-
-
-def _select_facts(connection: sqlite3.Connection, clause: str, *values: object) -> list[Fact]:
-    rows = connection.execute(_FACTS + clause, values)
-    return [Fact(row[0], row[1], Scope(*row[2:5]), *row[5:9], json.loads(row[9])) for row in rows.fetchall()]
-
-
-class _EmbedderIdentity(NamedTuple):
-    name: str
-    dim: int
-
-
-def _embedder(connection: sqlite3.Connection) -> _EmbedderIdentity | None:
-    found = dict(connection.execute("SELECT name, value FROM meta WHERE name LIKE 'embedder_%'").fetchall())
-    return _EmbedderIdentity(found["embedder_name"], int(found["embedder_dim"])) if found else None
-
-
-def _last_deletion(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("SELECT coalesce(max(id), 0) FROM deletions").fetchone()[0])
-
-
-def _metadata_json(metadata: dict[str, Any]) -> str:
-    """JSON text of a fact's metadata. Raises InvalidInput where a value would not come back the same."""
-    try:
-        text = json.dumps(metadata, allow_nan=False)
-        same = isinstance(metadata, dict) and json.loads(text) == metadata
-    except (TypeError, ValueError, RecursionError):
-        same = False
-    if not same:
-        raise InvalidInput(
-            "metadata is not plain JSON; allowed are dicts with text keys, lists, text, finite numbers, booleans and None."
-        )
-    return text

@@ -123,8 +123,8 @@ class Database:
             yield
         except UnicodeEncodeError as error:
             raise InvalidInput(
-                f"the text {error.object[max(0, error.start - 20) : error.end + 20]!r} holds half of a surrogate pair, "
-                "which is not valid Unicode and cannot be stored. Repair or remove it."
+                f"the text {error.object[max(0, error.start - 20) : error.end + 20]!r} holds half of a "
+                "surrogate pair, which is not valid Unicode and cannot be stored. Repair or remove it."
             ) from error
         except sqlite3.Error as error:
             # An extended name such as SQLITE_IOERR_WRITE begins with the primary one.
@@ -173,8 +173,8 @@ def _use_wal(connection: sqlite3.Connection, path: Path) -> None:
             time.sleep(0.02)
     if mode != "wal":
         raise CatalogError(
-            f"{path} cannot be used in WAL mode (SQLite answers {mode!r}): the file system lacks shared memory, "
-            "as network drives do. Choose a data folder on a local disk."
+            f"{path} cannot be used in WAL mode (SQLite answers {mode!r}): the file system lacks shared "
+            "memory, as network drives do. Choose a data folder on a local disk."
         )
 
 
@@ -217,4 +217,4 @@ def _create_private(path: Path) -> None:
     except FileExistsError:
         pass
     finally:
-        os.unlink(draft)
+        Path(draft).unlink()

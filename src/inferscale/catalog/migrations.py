@@ -24,7 +24,8 @@ _FIRST = (
         epoch INTEGER NOT NULL DEFAULT 0,
         CHECK (coalesce(user_id, agent_id, run_id) IS NOT NULL)
     )""",
-    "CREATE UNIQUE INDEX scopes_exact ON scopes (ifnull(user_id, ''), ifnull(agent_id, ''), ifnull(run_id, ''))",
+    """CREATE UNIQUE INDEX scopes_exact
+        ON scopes (ifnull(user_id, ''), ifnull(agent_id, ''), ifnull(run_id, ''))""",
     "CREATE INDEX scopes_agent ON scopes (agent_id) WHERE agent_id IS NOT NULL",
     "CREATE INDEX scopes_user ON scopes (user_id) WHERE user_id IS NOT NULL",
     "CREATE INDEX scopes_run ON scopes (run_id) WHERE run_id IS NOT NULL",
@@ -84,12 +85,13 @@ def check_version(connection: sqlite3.Connection, path: str) -> int:
 
     Raises NewerCatalog for a catalog of a newer version, CatalogError for another program's database.
     """
+    # In this order: a migration by another process between two of these reads is then seen whole.
+    has_tables = connection.execute("SELECT 1 FROM sqlite_master").fetchone() is not None
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     application = int(connection.execute("PRAGMA application_id").fetchone()[0])
-    if application != APPLICATION_ID:
-        if version or connection.execute("SELECT 1 FROM sqlite_master").fetchone() is not None:
-            raise CatalogError(f"{path} is the database of another program. Choose another data folder.")
-    elif version > len(MIGRATIONS):
+    if (has_tables or version) and application != APPLICATION_ID:
+        raise CatalogError(f"{path} is the database of another program. Choose another data folder.")
+    if version > len(MIGRATIONS):
         raise NewerCatalog(
             f"{path} has catalog version {version}; this InferScale reads up to {len(MIGRATIONS)}. "
             "Install the newer InferScale that wrote it, or choose another data folder. Nothing was changed."

@@ -67,7 +67,8 @@ def record_pass(
     """
     if not captured_ids or len(captured_ids) != len(keys):
         raise InvalidInput(
-            f"a pass captures {len(captured_ids)} facts under {len(keys)} keys; it needs at least one, each with a key."
+            f"a pass captures {len(captured_ids)} facts under {len(keys)} keys; "
+            "it needs at least one, each with a key."
         )
     fact_ids = [*window_ids, *captured_ids]
     if len(set(fact_ids)) != len(fact_ids):
@@ -80,8 +81,9 @@ def record_pass(
     missing = [fact_id for fact_id in fact_ids if fact_id not in seqs]
     if missing:
         raise UnknownFact(
-            f"{len(missing)} of the {len(fact_ids)} facts of a pass do not exist in its scope, the first is {missing[0]}. "
-            "They were deleted meanwhile, or belong to another scope: forget the keys of this pass and encode anew."
+            f"{len(missing)} of the {len(fact_ids)} facts of a pass do not exist in its scope, the first is "
+            f"{missing[0]}. They were deleted meanwhile, or belong to another scope: forget the keys of this "
+            "pass and encode anew."
         )
     rows = [_Row(seqs[fact_id], None) for fact_id in window_ids]
     rows += [_Row(seqs[fact_id], key) for fact_id, key in zip(captured_ids, keys, strict=True)]
@@ -93,7 +95,8 @@ def _current_pass_with(connection: sqlite3.Connection, model: str, rows: list[_R
     """The pass with exactly these rows, if it is the newest of each fact that it captures."""
     captured = [row.fact_seq for row in rows if row.key is not None]
     newest = connection.execute(
-        "SELECT max(pass) FROM encodings WHERE model = ? AND fact IN (SELECT value FROM json_each(?)) GROUP BY fact",
+        "SELECT max(pass) FROM encodings WHERE model = ? AND fact IN (SELECT value FROM json_each(?)) "
+        "GROUP BY fact",
         (model, json.dumps(captured)),
     ).fetchall()
     if len(newest) != len(captured) or len(set(newest)) != 1:
@@ -129,7 +132,9 @@ def _rows(connection: sqlite3.Connection, pass_id: int) -> list[_Row]:
     return [_Row(*row) for row in found.fetchall()]
 
 
-def current_encodings(connection: sqlite3.Connection, model: str, fact_ids: Iterable[str]) -> dict[str, Encoding]:
+def current_encodings(
+    connection: sqlite3.Connection, model: str, fact_ids: Iterable[str]
+) -> dict[str, Encoding]:
     """Fact id → its newest encoding for this model; facts without one are left out."""
     found = connection.execute(
         "SELECT f.id, e.key, e.pass, e.position FROM facts f JOIN encodings e ON e.fact = f.seq "
@@ -160,7 +165,9 @@ def read_passes(connection: sqlite3.Connection, pass_ids: Iterable[int]) -> dict
         if key is not None:
             keys.setdefault(pass_id, {})[fact_id] = key
     return {
-        pass_id: EncodePass(pass_id, model, Scope(*scope), tuple(fact_ids[pass_id]), num_window, keys[pass_id])
+        pass_id: EncodePass(
+            pass_id, model, Scope(*scope), tuple(fact_ids[pass_id]), num_window, keys[pass_id]
+        )
         for pass_id, model, num_window, *scope in passes
     }
 
@@ -193,7 +200,8 @@ def invalidate(connection: sqlite3.Connection, fact_seq: int) -> list[str]:
     """
     keys = keys_attending(connection, fact_seq)
     places = connection.execute(
-        "SELECT p.id, f.position, p.num_window FROM pass_facts f JOIN passes p ON p.id = f.pass WHERE f.fact = ?",
+        "SELECT p.id, f.position, p.num_window FROM pass_facts f JOIN passes p ON p.id = f.pass "
+        "WHERE f.fact = ?",
         (fact_seq,),
     ).fetchall()
     for pass_id, position, num_window in places:
@@ -202,7 +210,8 @@ def invalidate(connection: sqlite3.Connection, fact_seq: int) -> list[str]:
         else:
             connection.execute("DELETE FROM passes WHERE id = ?", (pass_id,))
     held = connection.execute(
-        "SELECT DISTINCT key FROM encodings WHERE key IN (SELECT value FROM json_each(?))", (json.dumps(keys),)
+        "SELECT DISTINCT key FROM encodings WHERE key IN (SELECT value FROM json_each(?))",
+        (json.dumps(keys),),
     )
     still_held = {row[0] for row in held.fetchall()}
     return [key for key in keys if key not in still_held]

@@ -1,0 +1,120 @@
+"""Reading and writing scopes, facts and the recorded embedder, inside the caller's transaction.
+
+Knows nothing of encodings and of vectors' content.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from typing import Any, NamedTuple
+
+from inferscale.errors import InvalidInput
+from inferscale.facts import Fact, Scope
+
+_FACTS = (
+    "SELECT f.id, f.seq, s.user_id, s.agent_id, s.run_id, "
+    "f.text, f.speaker, f.said_at, f.created_at, f.metadata "
+    "FROM facts f JOIN scopes s ON s.id = f.scope "
+)
+
+
+class Condition(NamedTuple):
+    sql: str
+    values: list[str]
+
+
+def covered(filter: Scope) -> Condition:
+    """SQL condition on `scopes` for the exact scopes that `filter` covers."""
+    given = [
+        (column, value)
+        for column, value in (
+            ("user_id", filter.user_id),
+            ("agent_id", filter.agent_id),
+            ("run_id", filter.run_id),
+        )
+        if value is not None
+    ]
+    return Condition(
+        " AND ".join(f"{column} = ?" for column, _ in given) or "TRUE", [value for _, value in given]
+    )
+
+
+def filters_over(scope: Scope) -> list[Scope]:
+    """Every filter that covers the exact scope: up to seven."""
+    filters = {
+        Scope(user_id, agent_id, run_id): None
+        for user_id in (scope.user_id, None)
+        for agent_id in (scope.agent_id, None)
+        for run_id in (scope.run_id, None)
+    }
+    return [filter for filter in filters if not filter.is_empty()]
+
+
+def read_epoch(connection: sqlite3.Connection, filter: Scope) -> int:
+    where, values = covered(filter)
+    return int(
+        connection.execute(f"SELECT coalesce(sum(epoch), 0) FROM scopes WHERE {where}", values).fetchone()[0]
+    )
+
+
+def scope_code(connection: sqlite3.Connection, scope: Scope) -> int:
+    """Code of an exact scope, made on first use."""
+    ids = (scope.user_id, scope.agent_id, scope.run_id)
+    connection.execute("INSERT OR IGNORE INTO scopes (user_id, agent_id, run_id) VALUES (?, ?, ?)", ids)
+    found = connection.execute(
+        "SELECT id FROM scopes WHERE ifnull(user_id, '') = ifnull(?, '') "
+        "AND ifnull(agent_id, '') = ifnull(?, '') AND ifnull(run_id, '') = ifnull(?, '')",
+        ids,
+    ).fetchone()
+    if found is None:
+        raise InvalidInput(
+            f"{scope} is no exact scope: ids must not be empty and at least one must be given."
+        )
+    return int(found[0])
+
+
+def select_facts(connection: sqlite3.Connection, clause: str, *values: object) -> list[Fact]:
+    rows = connection.execute(_FACTS + clause, values)
+    return [
+        Fact(
+            id,
+            seq,
+            Scope(user_id, agent_id, run_id),
+            text,
+            speaker,
+            said_at,
+            created_at,
+            json.loads(metadata),
+        )
+        for id, seq, user_id, agent_id, run_id, text, speaker, said_at, created_at, metadata in rows.fetchall()
+    ]
+
+
+class EmbedderIdentity(NamedTuple):
+    name: str
+    dim: int
+
+
+def read_embedder(connection: sqlite3.Connection) -> EmbedderIdentity | None:
+    found = dict(connection.execute("SELECT name, value FROM meta WHERE name LIKE 'embedder_%'").fetchall())
+    return EmbedderIdentity(found["embedder_name"], int(found["embedder_dim"])) if found else None
+
+
+def last_deletion(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("SELECT coalesce(max(id), 0) FROM deletions").fetchone()[0])
+
+
+def metadata_json(metadata: dict[str, Any]) -> str:
+    """JSON text of a fact's metadata. Raises InvalidInput where a value would not come back the same."""
+    try:
+        text = json.dumps(metadata, allow_nan=False)
+        same = isinstance(metadata, dict) and json.loads(text) == metadata
+    except (TypeError, ValueError, RecursionError):
+        same = False
+    if not same:
+        raise InvalidInput(
+            "metadata is not plain JSON; allowed are dicts with text keys, lists, text, finite numbers, "
+            "booleans and None."
+        )
+    return text

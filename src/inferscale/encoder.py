@@ -1,0 +1,141 @@
+"""What has to be encoded and how: from facts in the catalog to encode passes with keys.
+
+A job is one engine request: anchor, window and facts as token ids, and the spans to capture. The
+pass of a fact is recorded before it runs, so that its KV can be rebuilt in the same way after a
+restart or an eviction, and so that a deletion knows every key that attended to the fact. Knows
+nothing of vLLM: `MemoryLLM` (and the server) run the jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+from inferscale.catalog import Catalog
+from inferscale.errors import UnknownFact
+from inferscale.facts import Fact, Scope
+from inferscale.plan import Plan, Span, scope_digest, segment_key
+from inferscale.prompt import PromptBuilder
+from inferscale.windows import WindowPolicy, plan_passes
+
+
+class EncodeJob(NamedTuple):
+    """One encode pass. token_ids: anchor, then the facts of the pass; captures: spans of it."""
+
+    scope: Scope
+    token_ids: tuple[int, ...]
+    captures: tuple[Span, ...]
+
+    @property
+    def num_stored_tokens(self) -> int:
+        return sum(span.end - span.start for span in self.captures)
+
+
+class Encoder:
+    """Plans encode passes for one model.
+
+    model: its fingerprint. max_tokens: the longest pass, anchor included (below `max_model_len`,
+    since a request also generates one token).
+    """
+
+    def __init__(
+        self, catalog: Catalog, prompts: PromptBuilder, model: str, policy: WindowPolicy, max_tokens: int
+    ) -> None:
+        self.catalog = catalog
+        self.prompts = prompts
+        self.model = model
+        self.policy = policy
+        self.max_tokens = max_tokens
+
+    def head_job(self, head_ids: Sequence[int]) -> EncodeJob:
+        """Capture a system text that opens prompts; an exact segment, the same for everybody."""
+        span = Span(self.head_key(head_ids), 0, len(head_ids))
+        return EncodeJob(Scope(), tuple(head_ids), (span,))
+
+    def head_key(self, head_ids: Sequence[int]) -> str:
+        return segment_key(self.model, (), head_ids)
+
+    def new_jobs(self, filter: Scope) -> list[EncodeJob]:
+        """Plan and record passes for every fact under `filter` that was never encoded for this model."""
+        unencoded = self.catalog.unencoded(self.model, filter)
+        jobs: list[EncodeJob] = []
+        for scope, facts in groupby(sorted(unencoded, key=_scope_order), key=lambda fact: fact.scope):
+            jobs.extend(self._plan_scope(scope, list(facts)))
+        return jobs
+
+    def _plan_scope(self, scope: Scope, needed: list[Fact]) -> list[EncodeJob]:
+        before = self.catalog.neighbours_before(needed[0], self.policy.window)
+        wanted = {fact.id for fact in needed}
+        first, last = needed[0].seq, needed[-1].seq
+        between = [f for f in self.catalog.facts(scope, after=first - 1) if f.seq <= last and f.scope == scope]
+        items = [*before, *between]
+        lengths = [len(self.prompts.fact_ids(fact)) for fact in items]
+        passes = plan_passes(
+            lengths,
+            [fact.id in wanted for fact in items],
+            self.policy,
+            anchor_tokens=len(self.prompts.anchor_ids),
+            max_tokens=self.max_tokens,
+        )
+        jobs = []
+        for encode_pass in passes:
+            # What stands between captured facts is captured too: its KV is computed anyway.
+            num_window = len(encode_pass.window)
+            facts = [items[index] for index in encode_pass.items]
+            job = self._job(scope, facts, num_window)
+            keys = {span.key for span in job.captures}
+            assert len(keys) <= len(job.captures)
+            self._record(scope, facts, num_window, job)
+            jobs.append(job)
+        return jobs
+
+    def _record(self, scope: Scope, facts: Sequence[Fact], num_window: int, job: EncodeJob) -> None:
+        keys = [span.key for span in job.captures[1:]]
+        ids = [fact.id for fact in facts]
+        self.catalog.record_pass(self.model, scope, ids[:num_window], ids[num_window:], keys)
+
+    def rebuild_jobs(self, fact_ids: Iterable[str]) -> list[EncodeJob]:
+        """The recorded passes that these facts' KV comes from; one job a pass, however many of its facts."""
+        encodings = self.catalog.encodings(self.model, fact_ids)
+        pass_ids = dict.fromkeys(encoding.pass_id for encoding in encodings.values())
+        jobs = []
+        for recorded in self.catalog.passes(pass_ids).values():
+            facts = {fact.id: fact for fact in self.catalog.facts_by_ids(recorded.fact_ids)}
+            if len(facts) < len(recorded.fact_ids):
+                continue  # a fact was deleted meanwhile; the pass is gone or truncated now
+            ordered = [facts[fact_id] for fact_id in recorded.fact_ids]
+            jobs.append(self._job(recorded.scope, ordered, recorded.num_window))
+        return jobs
+
+    def _job(self, scope: Scope, facts: Sequence[Fact], num_window: int) -> EncodeJob:
+        """Anchor and facts as ids; the anchor is captured as well, it opens every prompt with the default
+        system text."""
+        anchor = self.prompts.anchor_ids
+        token_ids = list(anchor)
+        captures = [Span(self.head_key(anchor), 0, len(anchor))]
+        for index, fact in enumerate(facts):
+            ids = self.prompts.fact_ids(fact)
+            start = len(token_ids)
+            if index >= num_window:
+                captures.append(Span(segment_key(self.model, token_ids, ids), start, start + len(ids)))
+            token_ids.extend(ids)
+        return EncodeJob(scope, tuple(token_ids), tuple(captures))
+
+    def keys(self, fact_ids: Iterable[str]) -> dict[str, str]:
+        """Fact id → key of its KV, for facts that were encoded for this model."""
+        return {
+            fact_id: encoding.key for fact_id, encoding in self.catalog.encodings(self.model, fact_ids).items()
+        }
+
+    def plan_of(self, job: EncodeJob) -> Plan:
+        """The plan that makes the connector capture a job's spans."""
+        scope = job.scope
+        epoch = 0 if scope.is_empty() else self.catalog.epoch(scope)
+        digest = scope_digest(scope.user_id, scope.agent_id, scope.run_id)
+        return Plan(self.model, digest, epoch, captures=job.captures)
+
+
+def _scope_order(fact: Fact) -> tuple[str, str, str, int]:
+    scope = fact.scope
+    return (scope.user_id or "", scope.agent_id or "", scope.run_id or "", fact.seq)

