@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -180,12 +179,10 @@ def test_json_carries_everything() -> None:
     ]
 
 
-def test_is_quick_and_imports_no_engine() -> None:
+def test_imports_no_engine() -> None:
     code = (
         "import sys; from inferscale.doctor import diagnose; diagnose(); "
         "print([m for m in ('torch', 'vllm', 'transformers') if m in sys.modules])"
     )
-    start = time.monotonic()
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
-    assert time.monotonic() - start < 30, "generous: the machine may be busy"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferscale.errors import InvalidInput, TextTooLong
@@ -49,6 +49,7 @@ def problems(draw: st.DrawFn) -> tuple[list[int], list[bool], WindowPolicy, int,
     return lengths, needs, policy, anchor, anchor + longest + draw(st.integers(0, 400))
 
 
+@settings(deadline=None)
 @given(problems())
 def test_every_needed_item_is_captured_once_in_order(
     problem: tuple[list[int], list[bool], WindowPolicy, int, int],
@@ -59,6 +60,7 @@ def test_every_needed_item_is_captured_once_in_order(
     assert captured == [item for item, needed in enumerate(needs) if needed]
 
 
+@settings(deadline=None)
 @given(problems())
 def test_shape_of_every_pass(problem: tuple[list[int], list[bool], WindowPolicy, int, int]) -> None:
     lengths, needs, policy, anchor, limit = problem
@@ -75,6 +77,7 @@ def test_shape_of_every_pass(problem: tuple[list[int], list[bool], WindowPolicy,
             assert tokens + lengths[p.items[0] - 1] > limit, "a window may shrink only for lack of room"
 
 
+@settings(deadline=None)
 @given(problems())
 def test_sliding_never_costs_more_than_one_pass_per_fact(
     problem: tuple[list[int], list[bool], WindowPolicy, int, int],
@@ -86,6 +89,7 @@ def test_sliding_never_costs_more_than_one_pass_per_fact(
     assert len(slid) <= len(single) == sum(needs)
 
 
+@settings(deadline=None)
 @given(problems())
 def test_spans_point_at_the_items_tokens(
     problem: tuple[list[int], list[bool], WindowPolicy, int, int],

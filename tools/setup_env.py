@@ -149,15 +149,19 @@ def answers(url: str) -> bool:
 
 def remove_broken() -> None:
     """Uninstall what the engine asked for, is not needed and fails to import."""
-    code = "import importlib.util, sys; sys.exit(importlib.util.find_spec(sys.argv[1]) is None)"
-    present = [n for n in UNNEEDED if subprocess.run([str(PYTHON), "-c", code, n]).returncode == 0]
-    trials = {
-        name: subprocess.Popen(
-            [str(PYTHON), "-c", f"import {name}"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        for name in present
-    }
-    broken = [name for name, trial in trials.items() if trial.wait() != 0]
+    code = """
+import importlib.util, sys
+for name in sys.argv[1:]:
+    try:
+        if importlib.util.find_spec(name):
+            __import__(name)
+    except BaseException:
+        print("BROKEN", name)
+"""
+    trial = subprocess.run([str(PYTHON), "-c", code, *UNNEEDED], capture_output=True, text=True)
+    broken = re.findall(r"^BROKEN (\w+)$", trial.stdout, re.MULTILINE)
+    if trial.returncode != 0:
+        broken = list(UNNEEDED)
     if broken:
         say(f"Removing {', '.join(broken)}: not needed, and failing to import beside this torch")
         run([str(PYTHON), "-m", "pip", "uninstall", "--yes", *broken], "removing packages")
@@ -187,8 +191,7 @@ def run(command: list[str], what: str, explain=lambda output: "") -> None:
                 process.wait()
     if code != 0:
         output = LOG.read_text(errors="replace")
-        tail = "\n".join(output.splitlines()[-8:])
-        raise SetupFailed(f"{what} ended with status {code}.\n{tail}\n{explain(output)}")
+        raise SetupFailed(f"{what} ended with status {code}.\n{errors_of(output)}\n{explain(output)}")
 
 
 def current_step() -> str:
@@ -208,11 +211,12 @@ def current_step() -> str:
 
 
 def explain_pip(output: str) -> str:
-    if "No matching distribution found for torch" in output or "torch==" in last_error(output):
+    without_torch = "ResolutionImpossible" in output and re.search(r"depends on torch==\S+\+cpu", output)
+    if without_torch or "No matching distribution found for torch" in output:
         return (
             f"The CPU engine needs a CPU build of torch, which only {TORCH_CPU_INDEX} has. That server "
-            "did not answer. Connect to a network that reaches it, or put the torch wheel into a folder "
-            "and set PIP_FIND_LINKS to it; then run this again."
+            "did not answer or has none for this Python. Connect to a network that reaches it, or put the "
+            "torch wheel into a folder and set PIP_FIND_LINKS to it; then run this again."
         )
     if "No matching distribution found" in output or "Could not find a version" in output:
         return (
@@ -224,8 +228,11 @@ def explain_pip(output: str) -> str:
     return f"The full log is {LOG}. Run this again once the cause is gone."
 
 
-def last_error(output: str) -> str:
-    return next((line for line in reversed(output.splitlines()) if line.startswith("ERROR")), "")
+def errors_of(output: str) -> str:
+    """The last lines that name an error, or else just the last lines."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")]
+    return "\n".join(errors[-3:] or lines[-8:])
 
 
 def say(message: str) -> None:

@@ -13,7 +13,6 @@ from itertools import groupby
 from typing import NamedTuple
 
 from inferscale.catalog import Catalog
-from inferscale.errors import UnknownFact
 from inferscale.facts import Fact, Scope
 from inferscale.plan import Plan, Span, scope_digest, segment_key
 from inferscale.prompt import PromptBuilder
@@ -68,12 +67,16 @@ class Encoder:
         before = self.catalog.neighbours_before(needed[0], self.policy.window)
         wanted = {fact.id for fact in needed}
         first, last = needed[0].seq, needed[-1].seq
-        between = [f for f in self.catalog.facts(scope, after=first - 1) if f.seq <= last and f.scope == scope]
+        between = [
+            f for f in self.catalog.facts(scope, after=first - 1) if f.seq <= last and f.scope == scope
+        ]
         items = [*before, *between]
         lengths = [len(self.prompts.fact_ids(fact)) for fact in items]
+        # A text that was stored without a look at this model may be too long for it; it stays text.
+        room = self.max_tokens - len(self.prompts.anchor_ids)
         passes = plan_passes(
             lengths,
-            [fact.id in wanted for fact in items],
+            [fact.id in wanted and length <= room for fact, length in zip(items, lengths, strict=True)],
             self.policy,
             anchor_tokens=len(self.prompts.anchor_ids),
             max_tokens=self.max_tokens,
@@ -84,8 +87,6 @@ class Encoder:
             num_window = len(encode_pass.window)
             facts = [items[index] for index in encode_pass.items]
             job = self._job(scope, facts, num_window)
-            keys = {span.key for span in job.captures}
-            assert len(keys) <= len(job.captures)
             self._record(scope, facts, num_window, job)
             jobs.append(job)
         return jobs
@@ -125,7 +126,8 @@ class Encoder:
     def keys(self, fact_ids: Iterable[str]) -> dict[str, str]:
         """Fact id → key of its KV, for facts that were encoded for this model."""
         return {
-            fact_id: encoding.key for fact_id, encoding in self.catalog.encodings(self.model, fact_ids).items()
+            fact_id: encoding.key
+            for fact_id, encoding in self.catalog.encodings(self.model, fact_ids).items()
         }
 
     def plan_of(self, job: EncodeJob) -> Plan:

@@ -82,7 +82,7 @@ class Memory:
                 self._check_text(turn)
         if not turns:
             return []
-        vectors = self._ready_embedder().embed([turn.text for turn in turns])
+        vectors = self._ready_embedder().embed([embedding_text(turn) for turn in turns])
         return self.catalog.add_facts(scope, turns, vectors)
 
     def search(
@@ -176,7 +176,7 @@ class Memory:
         self.close()
 
     def _check_known(self, scope: Scope) -> None:
-        if self.catalog.facts(scope, limit=1):
+        if self.catalog.has_facts(scope):
             return
         # Only a number: the ids of other users are not for everyone's eyes.
         raise UnknownScope(
@@ -224,6 +224,16 @@ class Memory:
                 if changes.is_complete:
                     self._index_token = token
                     return self._index
+
+
+def embedding_text(turn: Turn) -> str:
+    """What is embedded of a turn: `speaker (time): text`, since people ask for who and when as well.
+
+    A change here needs the facts of existing folders to be embedded anew.
+    """
+    time = f"({turn.said_at})" if turn.said_at is not None else None
+    source = " ".join(part for part in (turn.speaker, time) if part is not None)
+    return f"{source}: {turn.text}" if source else turn.text
 
 
 def _check_count(value: int, name: str) -> int:

@@ -29,9 +29,9 @@ from inferscale.memory import Memory
 from inferscale.offline import Generation, GenerationRequest, OfflineEngine
 from inferscale.plan import Order, Plan, Segment, scope_digest
 from inferscale.planner import Candidate, Choice, choose
-from inferscale.prompt import Prompt, PromptBuilder
+from inferscale.prompt import DEFAULT_SYSTEM, Prompt, PromptBuilder, question_of
 from inferscale.retrieval import Embedder
-from inferscale.turns import Content, read_scope
+from inferscale.turns import Content, read_scope, read_turns
 from inferscale.windows import WindowPolicy
 
 Mode = Literal["inject", "text", "none"]
@@ -100,7 +100,7 @@ class MemoryLLM:
         encoding: EncodingConfig | None = None,
         pool_size_bytes: int | str = 2**30,
         embedder: Embedder | None = None,
-        default_system: str | None = None,
+        default_system: str = DEFAULT_SYSTEM,
         repair_after_chat: bool = True,
         engine_args: Mapping[str, Any] | None = None,
         connector: ConnectorConfig | None = None,
@@ -109,7 +109,7 @@ class MemoryLLM:
 
         encoding = encoding or EncodingConfig()
         tokenizer = AutoTokenizer.from_pretrained(str(model))
-        self.prompts = PromptBuilder(tokenizer, **({"default_system": default_system} if default_system else {}))
+        self.prompts = PromptBuilder(tokenizer, default_system=default_system)
         self._owns_memory = not isinstance(memory, Memory)
         self.memory = memory if isinstance(memory, Memory) else Memory(memory, embedder=embedder)
         self.repair_after_chat = repair_after_chat
@@ -143,6 +143,8 @@ class MemoryLLM:
 
         Raises TextTooLong, before anything is stored, for a text that the model cannot hold.
         """
+        for turn in read_turns(content, speaker, said_at, metadata):
+            self._check_length(turn)
         with self._lock:
             facts = self.memory.add(
                 content,
@@ -152,7 +154,6 @@ class MemoryLLM:
                 speaker=speaker,
                 said_at=said_at,
                 metadata=metadata,
-                check_text=self._check_length,
             )
             if facts:
                 self._encode(self.encoder.new_jobs(facts[0].scope), progress)
@@ -195,7 +196,9 @@ class MemoryLLM:
             jobs = self.encoder.new_jobs(scope)
             planned = {span.key for job in jobs for span in job.captures}
             facts = self.memory.catalog.facts(scope)
-            keys = {id: key for id, key in self.encoder.keys(f.id for f in facts).items() if key not in planned}
+            keys = {
+                id: key for id, key in self.encoder.keys(f.id for f in facts).items() if key not in planned
+            }
             resident = self._resident(list(keys.values()))
             jobs += self.encoder.rebuild_jobs(id for id, key in keys.items() if key not in resident)
             return self._encode(self._fitting(jobs), progress)
@@ -239,6 +242,7 @@ class MemoryLLM:
             raise InvalidInput(f"mode is {mode!r}; allowed are {', '.join(get_args(Mode))}.")
         start_s = time.perf_counter()
         scope = Scope() if mode == "none" else read_scope(user_id, agent_id, run_id)
+        listed: list[Mapping[str, Any]]
         listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
         with self._lock:
             prepared = self._prepare(listed, scope, top_k, mode, tail, max_tokens)
@@ -253,9 +257,15 @@ class MemoryLLM:
         return result
 
     def _prepare(
-        self, messages: list[Mapping[str, Any]], scope: Scope, top_k: int, mode: Mode, tail: int, max_tokens: int
+        self,
+        messages: list[Mapping[str, Any]],
+        scope: Scope,
+        top_k: int,
+        mode: Mode,
+        tail: int,
+        max_tokens: int,
     ) -> _Prepared:
-        question = self.prompts.question(messages)
+        question = question_of(messages)
         hits = () if mode == "none" else self._hits(question, scope, top_k)
         candidates = self._candidates(hits, needs_keys=mode == "inject")
         room = self.engine.max_model_len - max_tokens - len(self.prompts.build(messages, [], []).token_ids)
@@ -325,7 +335,9 @@ class MemoryLLM:
         state = EncodeProgress(0, len(jobs), 0, 0, 0.0)
         for start in range(0, len(jobs), _JOBS_AT_ONCE):
             batch = jobs[start : start + _JOBS_AT_ONCE]
-            self.engine.generate([GenerationRequest(j.token_ids, plan=self.encoder.plan_of(j)) for j in batch])
+            self.engine.generate(
+                [GenerationRequest(j.token_ids, plan=self.encoder.plan_of(j)) for j in batch]
+            )
             state = EncodeProgress(
                 start + len(batch),
                 len(jobs),
@@ -342,8 +354,8 @@ class MemoryLLM:
         num_tokens, anchor = len(self.prompts.fact_ids(fact)), len(self.prompts.anchor_ids)
         if num_tokens + anchor > self.encoder.max_tokens:
             raise TextTooLong(
-                f"A text has {num_tokens} tokens; behind the {anchor} tokens of the anchor the model can encode "
-                f"{self.encoder.max_tokens - anchor}. Split it. Nothing was stored."
+                f"A text has {num_tokens} tokens; behind the {anchor} tokens of the anchor the model can "
+                f"encode {self.encoder.max_tokens - anchor}. Split it. Nothing was stored."
             )
 
     def stats(self) -> dict[str, Any]:

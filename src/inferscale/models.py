@@ -135,7 +135,7 @@ def check_demo_model(path: Path) -> None:
         chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     with torch.inference_mode():
-        output = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+        output = model.generate(**inputs, max_new_tokens=10, do_sample=False)
     answer = tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     if _ANSWER not in answer:
         raise _broken(path, f"asked {_QUESTION!r} it answers {answer!r}")

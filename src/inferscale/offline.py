@@ -125,6 +125,10 @@ class OfflineEngine:
         answer: dict[str, Any] = outcome["answer"]
         return answer
 
+    def reset_prefix_cache(self) -> None:
+        """Empty vLLM's own prefix cache; the pool stays."""
+        self.llm.reset_prefix_cache()
+
     def close(self) -> None:
         """Stop the engine and remove its runtime folder. May be called twice."""
         if self.llm is None:

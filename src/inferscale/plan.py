@@ -126,7 +126,9 @@ def to_wire(plan: Plan, secret: bytes) -> dict[str, Any]:
         "epoch": plan.epoch,
         "segments": [[s.key, s.kind, base64.b64encode(_pack(s.token_ids)).decode()] for s in plan.segments],
         "captures": [[c.key, c.start, c.end] for c in plan.captures],
-        "order": None if plan.order is None else [plan.order.op, list(plan.order.keys), [list(e) for e in plan.order.epochs]],
+        "order": None
+        if plan.order is None
+        else [plan.order.op, list(plan.order.keys), [list(e) for e in plan.order.epochs]],
     }
     body["sig"] = _sign(body, secret)
     return {WIRE_KEY: body}
@@ -144,7 +146,9 @@ def from_wire(params: object, secret: bytes) -> Plan | None:
     if not isinstance(body, Mapping):
         raise PlanRejected(f"the plan is a {type(body).__name__}, not an object.")
     if body.get("v") != WIRE_VERSION:
-        raise PlanRejected(f"the plan has wire version {body.get('v')!r}; this connector reads {WIRE_VERSION}.")
+        raise PlanRejected(
+            f"the plan has wire version {body.get('v')!r}; this connector reads {WIRE_VERSION}."
+        )
     unsigned = {name: value for name, value in body.items() if name != "sig"}
     signature = body.get("sig")
     if not isinstance(signature, str) or not hmac.compare_digest(signature, _sign(unsigned, secret)):

@@ -81,6 +81,11 @@ class Prompt:
     tail_token_count: int = 0
 
 
+def question_of(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Text of the last message, which is what memory is searched for. Raises InvalidInput, EmptyText."""
+    return _text(_read_messages(messages)[-1])
+
+
 def render_fact(fact: Fact) -> str:
     """One line of data: `- [8 May 2023, 1:56 pm] Caroline: "…"` and a line break.
 

@@ -105,7 +105,7 @@ class SymbolicWorker:
         self.failing_captures = False
         self.captures_are_exact = True
         self.failed_blocks: set[int] = set()
-        self.num_zeroed_pages = 0
+        self.failed_requests: set[str] = set()
 
     def execute(self, output: Any, requests: dict[str, Request]) -> tuple[StepReport | None, set[int]]:
         orders: StepOrders = output.kv_connector_metadata.orders
@@ -142,7 +142,6 @@ class SymbolicWorker:
     def before_forward(self, orders: StepOrders) -> None:
         self.failed_blocks.update(orders.failed_blocks)
         for page in orders.zero_pages:
-            self.num_zeroed_pages += 1
             for row in range(page * PAGE_SIZE, (page + 1) * PAGE_SIZE):
                 self.pool.pop(row, None)
         if orders.injection is not None:
@@ -173,14 +172,15 @@ class SymbolicWorker:
     def forward(self, output: Any, requests: dict[str, Request], failed: set[int]) -> None:
         for request_id, computed, tokens in scheduled(output):
             request = requests[request_id]
-            is_failed = bool(failed.intersection(self.blocks[request_id]))
+            if failed.intersection(self.blocks[request_id]):
+                self.failed_requests.add(request_id)
             before = 0
             for position in range(computed + tokens):
                 slot = self.slot(request_id, position)
                 expected = (token_at(request, position), position)
                 if position >= computed:
                     self.cache[slot] = Symbol(*expected, hash((before, expected[0])))
-                elif not is_failed:
+                elif request_id not in self.failed_requests:  # its next step may be on its way already
                     found = self.cache.get(slot)
                     assert found is not None and found[:2] == expected, (
                         f"{request_id} reads {found} where {expected} belongs"
@@ -338,18 +338,20 @@ class SymbolicEngine:
         """One scheduling pass; the step waits in `in_flight` for `report`."""
         output = self.scheduler.schedule()
         requests = {request_id: self.scheduler.requests[request_id] for request_id in output.num_scheduled_tokens}
-        self.in_flight.append((output, requests))
+        # A chunk that does not reach the last known token samples nothing.
+        sampling = {request_id for request_id, request in requests.items() if not request.is_prefill_chunk}
+        self.in_flight.append((output, requests, sampling))
         self.outputs.append(output)
         self.side.table.check()
         return output
 
     def report(self) -> None:
         """Execute the oldest step in flight and hand its output to the scheduler."""
-        output, requests = self.in_flight.popleft()
+        output, requests, sampling = self.in_flight.popleft()
         report, failed = self.worker.execute(output, requests)
         ids = list(output.num_scheduled_tokens)
         tokens = {
-            request_id: ([sampled_token(computed + n)] if computed + n >= requests[request_id].num_prompt_tokens else [])
+            request_id: [sampled_token(computed + n)] if request_id in sampling else []
             for request_id, computed, n in scheduled(output)
         }
         kv_output = KVConnectorOutput(

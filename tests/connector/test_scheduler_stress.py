@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -15,23 +15,11 @@ SYSTEM = list(range(400, 421))
 NEVER = [777, 778]
 
 
-@pytest.fixture(params=["v1", "v2"])
-def runner(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture(params=[1, 2], ids=["sync", "async"])
-def depth(request: pytest.FixtureRequest) -> int:
-    return int(request.param)
-
-
 @pytest.fixture
-def engine(runner: str, depth: int) -> Iterator[SymbolicEngine]:
-    engine = SymbolicEngine(
+def engine(make_engine: Callable[..., SymbolicEngine], runner: str, depth: int) -> SymbolicEngine:
+    return make_engine(
         runner=runner, depth=depth, num_blocks=24, max_batched_tokens=40, pool_pages=24, reports_without_forward=False
     )
-    yield engine
-    engine.close()
 
 
 def add_something(engine: SymbolicEngine, rng: random.Random, number: int, epochs: list[int]) -> None:

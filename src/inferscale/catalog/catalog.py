@@ -191,6 +191,11 @@ class Catalog:
         sql = f"SELECT count(*) FROM facts WHERE scope IN (SELECT id FROM scopes WHERE {where})"
         return self._number(sql, values)
 
+    def has_facts(self, filter: Scope) -> bool:
+        where, values = _rows.covered(filter)
+        sql = f"SELECT EXISTS (SELECT 1 FROM facts WHERE scope IN (SELECT id FROM scopes WHERE {where}))"
+        return bool(self._number(sql, values))
+
     def count_scopes(self) -> int:
         """Number of exact scopes that hold at least one fact."""
         return self._number("SELECT count(*) FROM scopes WHERE id IN (SELECT scope FROM facts)", ())

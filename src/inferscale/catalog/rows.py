@@ -77,17 +77,8 @@ def scope_code(connection: sqlite3.Connection, scope: Scope) -> int:
 def select_facts(connection: sqlite3.Connection, clause: str, *values: object) -> list[Fact]:
     rows = connection.execute(_FACTS + clause, values)
     return [
-        Fact(
-            id,
-            seq,
-            Scope(user_id, agent_id, run_id),
-            text,
-            speaker,
-            said_at,
-            created_at,
-            json.loads(metadata),
-        )
-        for id, seq, user_id, agent_id, run_id, text, speaker, said_at, created_at, metadata in rows.fetchall()
+        Fact(id, seq, Scope(*scope), text, speaker, said_at, created_at, json.loads(metadata))
+        for id, seq, *scope, text, speaker, said_at, created_at, metadata in rows.fetchall()
     ]
 
 

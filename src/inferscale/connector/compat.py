@@ -46,9 +46,11 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
     specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     per_layer = [specs[name] if specs else group.kv_cache_spec for name in group.layer_names]
     for spec in per_layer:
-        if not hasattr(spec, "num_kv_heads") or type(spec).__name__.startswith("MLA"):
+        # Exactly this one: others (sliding window, chunked, latent) give blocks back while a request runs,
+        # or keep something else than keys and values.
+        if type(spec).__name__ != "FullAttentionSpec":
             raise UnsupportedLayout(
-                f"The model keeps {type(spec).__name__} state, which is not ordinary attention; InferScale cannot "
+                f"The model keeps {type(spec).__name__} state, which is not full attention; InferScale cannot "
                 "inject into it. Start vLLM without the connector."
             )
         if getattr(spec, "head_size_v", None) not in (None, spec.head_size):
@@ -62,7 +64,13 @@ def refuse_unsupported(vllm_config: Any) -> None:
     parallel = vllm_config.parallel_config
     reasons = {
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+        "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
+        # Gave wrong output in vLLM 0.25.1 (vllm issue 49250).
+        "kv_load_failure_policy='recompute' (leave it at 'fail')": getattr(
+            vllm_config.kv_transfer_config, "kv_load_failure_policy", "fail"
+        )
+        != "fail",
         "speculative decoding": vllm_config.speculative_config is not None,
         f"the KV cache dtype {vllm_config.cache_config.cache_dtype}": str(
             vllm_config.cache_config.cache_dtype

@@ -105,14 +105,12 @@ class InferScaleConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self.scheduler is not None
-        block_ids: list[int] = []
         try:
-            block_ids = list(blocks.get_block_ids()[0])
-            self.scheduler.claim(request, block_ids, num_external_tokens)
+            self.scheduler.claim(request, list(blocks.get_block_ids()[0]), num_external_tokens)
         except Exception:
             self._count_error("claiming", request.request_id)
             if num_external_tokens:
-                self.scheduler.broken_blocks.extend(block_ids)
+                self.scheduler.fail_claim(request.request_id)
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         assert self.scheduler is not None
@@ -120,7 +118,7 @@ class InferScaleConnector(KVConnectorBase_V1):
             return StepMetadata(self.scheduler.build_orders(scheduler_output))
         except Exception:
             self._count_error("building orders", "of this step")
-            return StepMetadata(self.scheduler.fail_open_claims())
+            return StepMetadata(self.scheduler.fail_open_claims(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
         assert self.scheduler is not None

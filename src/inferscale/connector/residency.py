@@ -39,30 +39,44 @@ class ResidencyServer:
         if len(os.fsencode(self.path)) > 107:
             raise EngineError(f"The socket path {self.path} is longer than 107 bytes; set runtime_dir to a shorter one.")
         self.path.unlink(missing_ok=True)
-        handler = type("Handler", (_Handler,), {"answer": staticmethod(answer)})
+        self._connections: set[socket.socket] = set()
+        handler = type("Handler", (_Handler,), {"answer": staticmethod(answer), "connections": self._connections})
         self._server = socketserver.ThreadingUnixStreamServer(str(self.path), handler)
         self._server.daemon_threads = True
         os.chmod(self.path, 0o600)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="inferscale-residency", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="inferscale-residency", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
+        for connection in list(self._connections):  # or their threads would go on answering for this engine
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self.path.unlink(missing_ok=True)
 
 
 class _Handler(socketserver.StreamRequestHandler):
     answer: Answer
+    connections: set[socket.socket]
 
     def handle(self) -> None:
-        for line in self.rfile:
-            try:
-                reply = self.answer(json.loads(line))
-            except Exception as error:  # the root of this thread: the caller gets the error, the engine goes on
-                logger.exception("Residency request failed")
-                reply = {"error": str(error)}
-            self.wfile.write(json.dumps(reply).encode() + b"\n")
+        self.connections.add(self.connection)
+        with suppress(ConnectionError):  # the client left, or the server was closed
+            for line in self.rfile:
+                try:
+                    reply = self.answer(json.loads(line))
+                except Exception as error:  # the root of this thread: the caller gets the error, the engine goes on
+                    logger.exception("Residency request failed")
+                    reply = {"error": str(error)}
+                self.wfile.write(json.dumps(reply).encode() + b"\n")
+
+    def finish(self) -> None:
+        self.connections.discard(self.connection)
+        with suppress(OSError):
+            super().finish()
 
 
 class ResidencyClient:

@@ -32,6 +32,7 @@ from inferscale.pool.table import PageTable
 
 logger = logging.getLogger(__name__)
 
+STALE = "memory of this scope changed after the plan was made"
 MAX_OUTCOMES = 4096
 """Outcomes kept for callers that ask over the socket; the oldest are forgotten."""
 
@@ -52,6 +53,7 @@ class RequestState:
     num_prompt_tokens: int = 0
     answer: dict[str, Any] | None = None
     reason: str | None = None
+    can_capture: bool = True
 
 
 @dataclass
@@ -92,12 +94,13 @@ class SchedulerSide:
         self.model = model
         self.secret = secret
         self.counters = Counters()
-        self.broken_blocks: list[int] = []
+        self._broken_requests: set[str] = set()
         self.outcomes: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._requests: dict[str, RequestState] = {}
         self._rejected: dict[str, str] = {}
         self._claims: list[tuple[RequestState, list[Piece], list[int]]] = []
         self._steps: dict[int, StepRecord] = {}
+        self._open = StepRecord()  # of the step whose orders are being built
         self._num_steps = 0
         self._epochs: dict[str, int] = {}
 
@@ -115,6 +118,9 @@ class SchedulerSide:
         state.match = []
         state.match_start = num_computed
         if not state.can_inject or state.placement is None:
+            return 0
+        if self._is_stale(state.plan):  # forgotten since it was admitted: before a resume, or while it waited
+            state.reason = STALE
             return 0
         if getattr(request, "skip_reading_prefix_cache", False):
             state.reason = "prompt log-probabilities need every prompt token computed"
@@ -145,6 +151,9 @@ class SchedulerSide:
         self._requests[request_id] = state
         return state
 
+    def _is_stale(self, plan: Plan) -> bool:
+        return plan.epoch < self._epochs.get(plan.scope, 0)
+
     def _admit(self, request: Any, plan: Plan) -> RequestState:
         """Decide once whether this request may inject and capture, and where its segments are."""
         self.counters.requests += 1
@@ -155,9 +164,9 @@ class SchedulerSide:
         if plan.model != self.model:
             self.counters.plans_rejected += 1
             state.reason = "the plan was made for another model"
-        elif plan.epoch < self._epochs.get(plan.scope, 0):
+        elif self._is_stale(plan):
             self.counters.plans_stale += 1
-            state.reason = "memory of this scope changed after the plan was made"
+            state.reason = STALE
         elif prompt_ids is None:
             state.reason = "the prompt has no token ids"
         elif request.cache_salt != cache_salt(self.secret, plan.model, plan.scope, plan.epoch):
@@ -166,8 +175,8 @@ class SchedulerSide:
             state.reason = "the request's cache_salt is not the plan's"
         elif getattr(request, "lora_request", None) is not None:
             state.reason = "the request uses a LoRA adapter; facts are encoded without one"
-        elif getattr(request, "mm_features", None):
-            state.reason = "the prompt has images, audio or video"
+        elif getattr(request, "mm_features", None) or getattr(request, "prompt_embeds", None) is not None:
+            state.reason = "the prompt has images, audio, video or embeddings"
         else:
             state.can_inject = True
             state.placement = locate(prompt_ids, plan.segments)
@@ -186,10 +195,12 @@ class SchedulerSide:
             return
         pieces = _truncate(state.match, num_external)
         state.match = []
-        for piece in pieces:
-            self.table.pin(piece.key)
         if pieces:
-            self._claims.append((state, pieces, block_ids))
+            pinned: list[Piece] = []
+            self._claims.append((state, pinned, block_ids))
+            for piece in pieces:
+                self.table.pin(piece.key)
+                pinned.append(piece)
         if state.num_injected is None and state.plan.order is None:
             state.num_injected, state.num_cached = num_external, state.match_start
             self._count_use(state, pieces)
@@ -208,15 +219,17 @@ class SchedulerSide:
     def build_orders(self, scheduler_output: Any) -> StepOrders:
         """Orders for the workers in this step."""
         self._num_steps += 1
-        record = StepRecord()
-        orders = StepOrders(failed_blocks=self.broken_blocks)
-        self.broken_blocks = []
+        record = self._open = StepRecord()
+        orders = StepOrders()
         orders.injection = self._build_injection(record)
         self._follow_blocks(scheduler_output)
         orders.capture = self._build_capture(scheduler_output, record)
+        orders.failed_blocks = self._take_broken_blocks(scheduler_output)
         # Workers zero before they capture, so a page that is already taken again may be zeroed too.
         orders.zero_pages = self.table.take_freed_pages()
-        if not record.is_empty() or orders.zero_pages:
+        self._claims.clear()
+        # Zeroing needs no report; a step without tokens is not even reported by every model runner.
+        if not record.is_empty():
             orders.step = self._num_steps
             self._steps[orders.step] = record
         return orders
@@ -237,7 +250,8 @@ class SchedulerSide:
                 shift = (piece.position - piece.start) - entry.origin
                 deltas.append(np.full(len(positions), shift, dtype=np.int64))
                 record.pins.append(piece.key)
-        self._claims.clear()
+        if not rows:  # a claim that failed before its first pin
+            return None
         return Injection(np.concatenate(rows), np.concatenate(slots), np.concatenate(deltas))
 
     def _follow_blocks(self, scheduler_output: Any) -> None:
@@ -269,7 +283,9 @@ class SchedulerSide:
         rows: list[IntArray] = []
         for request_id, num_computed in _computed_before(scheduler_output):
             state = self._requests.get(request_id)
-            if state is None or not state.plan.captures or not state.can_inject:
+            if state is None or not state.plan.captures or not state.can_inject or not state.can_capture:
+                continue
+            if self._is_stale(state.plan):  # its facts may just have been forgotten
                 continue
             computed = num_computed + scheduler_output.num_scheduled_tokens[request_id]
             blocks = np.asarray(state.block_ids, dtype=np.int64)
@@ -300,18 +316,43 @@ class SchedulerSide:
             self._epochs[scope] = max(epoch, self._epochs.get(scope, 0))
         return {"dropped": self.table.drop(order.keys)}
 
-    def fail_open_claims(self) -> StepOrders:
-        """After an internal error: the blocks that were promised and will not be written.
+    def fail_claim(self, request_id: str) -> None:
+        """Claiming failed after vLLM counted on our tokens: the next orders fail this request."""
+        self._broken_requests.add(request_id)
 
-        The workers report them, and vLLM fails those requests instead of answering from garbage.
+    def _take_broken_blocks(self, scheduler_output: Any) -> list[int]:
+        if not self._broken_requests:
+            return []
+        cached = scheduler_output.scheduled_cached_reqs
+        scheduled = [(new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs]
+        scheduled += zip(cached.req_ids, cached.new_block_ids, strict=True)
+        blocks: list[int] = []
+        for request_id, block_ids in scheduled:
+            if request_id in self._broken_requests and block_ids is not None:
+                state = self._requests.get(request_id)
+                # The prefix-cache blocks in front are sound, and other requests may share them.
+                blocks.extend(block_ids[0][0 if state is None else state.match_start // self.block_size :])
+        self._broken_requests.clear()
+        return blocks
+
+    def fail_open_claims(self, scheduler_output: Any) -> StepOrders:
+        """After an internal error in `build_orders`: undo the step and fail what was promised in it.
+
+        The workers report the blocks, and vLLM fails those requests instead of answering from
+        garbage. Requests that are open stop capturing: their block lists may have missed this step.
         """
-        blocks, self.broken_blocks = self.broken_blocks, []
-        for _, pieces, claimed in self._claims:
-            blocks.extend(claimed)
+        blocks = self._take_broken_blocks(scheduler_output)
+        for state, pieces, block_ids in self._claims:
+            blocks.extend(block_ids[state.match_start // self.block_size :])
             for piece in pieces:
                 self.table.unpin(piece.key)
         self._claims.clear()
-        return StepOrders(failed_blocks=blocks)
+        for key in self._open.writing:
+            self.table.abandon(key)
+        self._open = StepRecord()
+        for state in self._requests.values():
+            state.can_capture = False
+        return StepOrders(failed_blocks=sorted(set(blocks)))
 
     # report -----------------------------------------------------------------------------------
 
@@ -363,7 +404,7 @@ class SchedulerSide:
             "covered_segments": sum(1 for s in located if s.end <= state.num_cached + injected),
             "segments": len(state.plan.segments),
             "lost_segments": state.placement.num_lost if state.placement else 0,
-            "captured": sum(1 for span in state.plan.captures if self.table.holds(span.key)),
+            "captured": sum(1 for span in state.plan.captures if self.table.get(span.key) is not None),
             "captures": len(state.plan.captures),
         }
         if state.reason is not None:

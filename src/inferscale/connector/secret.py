@@ -17,7 +17,16 @@ def open_runtime_dir(path: str) -> Path:
     folder = Path(path)
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
-    info = folder.stat()
+    above = folder.parent.stat()
+    if above.st_uid not in (0, os.getuid()) or (above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX):
+        raise EngineError(
+            f"The folder {folder.parent} belongs to, or is open to, other users (owner {above.st_uid}, mode "
+            f"{stat.S_IMODE(above.st_mode):o}), who could exchange the runtime folder in it; set runtime_dir to a "
+            "place of your own."
+        )
+    info = folder.lstat()
+    if stat.S_ISLNK(info.st_mode):
+        raise EngineError(f"The runtime folder {folder} is a symbolic link; set runtime_dir to the folder itself.")
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise EngineError(
             f"The runtime folder {folder} is not private to this user (owner {info.st_uid}, mode "

@@ -113,7 +113,7 @@ class PageTable:
     def commit(self, key: str) -> None:
         """The pages of `key` are written: it may be injected from now on."""
         entry = self._entries.get(key)
-        if entry is None:
+        if entry is None or entry.is_resident:
             return
         entry.is_resident = True
         self.num_resident += not entry.is_dropped

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
@@ -103,8 +104,9 @@ class SentenceEmbedder:
         device = torch_device(self._device, "embedder_device")
         is_local = Path(self._source).is_dir()
         try:
-            tokenizer: Any = AutoTokenizer.from_pretrained(self._source, local_files_only=is_local)
-            network: Any = AutoModel.from_pretrained(self._source, local_files_only=is_local)
+            with _no_progress_bar():
+                tokenizer: Any = AutoTokenizer.from_pretrained(self._source, local_files_only=is_local)
+                network: Any = AutoModel.from_pretrained(self._source, local_files_only=is_local)
         except (OSError, ValueError) as error:
             raise EngineMissing(
                 f"the embedder {self._source!r} is neither a folder with a model nor to be had from the "
@@ -114,6 +116,20 @@ class SentenceEmbedder:
         limit = min(MAX_TOKENS, int(tokenizer.model_max_length), int(network.config.max_position_embeddings))
         self._model = _Model(tokenizer, network.float().eval().to(device), device, limit)
         return self._model
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Loading takes a moment only, and transformers' bar would stand in the caller's terminal."""
+    from transformers.utils import logging
+
+    was_enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            logging.enable_progress_bar()
 
 
 def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -22,6 +22,8 @@ TIE = 1e-6
 """Scores this close are equal: the same text embedded in two calls differs by about 1e-7."""
 
 _FIRST_CAPACITY = 256
+_GATHER_BELOW = 8
+"""Rows of a filter are gathered before scoring where they are fewer than one in so many."""
 
 
 class IndexHit(NamedTuple):
@@ -56,6 +58,7 @@ class VectorIndex:
         self._lock = threading.RLock()
         self._rows: dict[int, int] = {}
         self._table: _Table | None = None
+        self._max_code = 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -76,6 +79,7 @@ class VectorIndex:
         with self._lock:
             self.remove(ids)
             first, end = len(self._rows), len(self._rows) + len(ids)
+            self._max_code = max(self._max_code, *scope_codes) if scope_codes else self._max_code
             table = self._table = _grown(self._table, end, self.dim, self._device_name)
             table.vectors[first:end] = _tensor(unit, table)
             table.ids[first:end] = _tensor(np.asarray(ids, dtype=np.int64), table)
@@ -114,11 +118,10 @@ class VectorIndex:
             table, count = self._table, len(self._rows)
             if table is None or k <= 0 or count == 0:
                 return []
-            rows = _rows_of(table.codes[:count], scope_codes)
-            matrix = table.vectors[:count] if rows is None else table.vectors[rows]
-            if matrix.shape[0] == 0:
+            rows = None if scope_codes is None else _rows_of(table.codes[:count], scope_codes, self._max_code)
+            if rows is not None and rows.shape[0] == 0:
                 return []
-            scores = matrix @ _tensor(unit, table)
+            scores = _scores(table.vectors[:count], rows, _tensor(unit, table)).clamp(-1, 1)
             threshold = scores.topk(min(k, scores.shape[0])).values[-1]
             near = (scores >= threshold - TIE).nonzero().squeeze(-1)
             ids = table.ids[near if rows is None else rows[near]]
@@ -166,17 +169,25 @@ def _grown(table: _Table | None, num_rows: int, dim: int, device_name: str) -> _
     return grown
 
 
-def _rows_of(codes: torch.Tensor, allowed: Collection[int] | None) -> torch.Tensor | None:
-    """Rows whose code is allowed, int64 [m]; None where that is every row.
-
-    Gathering the few rows of one user first is far cheaper than scoring everybody's.
-    """
+def _rows_of(codes: torch.Tensor, allowed: Collection[int], max_code: int) -> torch.Tensor:
+    """Rows whose code is allowed, int64 [m]."""
     import torch
 
-    if allowed is None:
-        return None
-    mask = torch.isin(codes, torch.tensor(sorted(allowed), dtype=torch.int64, device=codes.device))
-    return None if bool(mask.all()) else mask.nonzero().squeeze(-1)
+    is_allowed = torch.zeros(max_code + 1, dtype=torch.bool)
+    is_allowed[[code for code in allowed if 0 <= code <= max_code]] = True
+    return is_allowed.to(codes.device)[codes].nonzero().squeeze(-1)
+
+
+def _scores(vectors: torch.Tensor, rows: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
+    """Dot products of `rows` (None: all) with the query: [n, dim], [m], [dim] → [m].
+
+    Gathering the few rows of one user is cheaper than scoring everybody's; gathering many is not.
+    """
+    if rows is None:
+        return vectors @ query
+    if _GATHER_BELOW * rows.shape[0] < vectors.shape[0]:
+        return vectors[rows] @ query
+    return (vectors @ query)[rows]
 
 
 def _tensor(array: NDArray[np.float32] | NDArray[np.int64], table: _Table) -> torch.Tensor:

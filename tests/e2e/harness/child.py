@@ -289,8 +289,12 @@ class EngineHost:
         """Drop segments at once, without a request."""
         return int(self._side.table.drop(keys))
 
-    def forget_all(self) -> int:
-        return int(self._side.table.clear())
+    def forget_everything(self) -> None:
+        """As after a start: an empty pool, no prefix cache, no claims noted."""
+        if self._connector is not None:
+            self._side.table.clear()
+        self._claims = []
+        self.reset_prefix_cache()
 
     def zeroed_pages(self) -> int:
         """How many of the pool's free pages hold zeros only."""

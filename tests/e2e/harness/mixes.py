@@ -6,8 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from harness.checkpoints import VOCAB_SIZE
 from harness.engine import Engine
-from harness.protocol import Answer, FloatArray
+from harness.protocol import Answer, FloatArray, Request
 from harness.reference import KV, Injected, Reference, Text, largest_difference
 from inferscale.plan import Segment, SegmentKind, Span
 from inferscale.windows import WindowPolicy, pass_tokens, plan_passes
@@ -60,33 +61,46 @@ def expected_parts(parts: Sequence[Part], num_injected: int, start: int = 0) -> 
 class Author:
     """Makes texts and stores them: in the engine's pool by encode requests, in the reference as KV."""
 
-    def __init__(self, engine: Engine, reference: Reference, seed: int, vocab_size: int = 512) -> None:
+    def __init__(
+        self, engine: Engine, reference: Reference, seed: int, words: Sequence[tuple[int, ...]] | None = None
+    ) -> None:
         self.engine = engine
         self.reference = reference
-        self._random = random.Random(seed)
-        self._vocab_size = vocab_size
+        self.random = random.Random(seed)
+        self._words = words or [(i,) for i in range(5, VOCAB_SIZE)]
 
     def text(self, num_tokens: int) -> tuple[int, ...]:
-        return tuple(self._random.randrange(5, self._vocab_size) for _ in range(num_tokens))
+        ids: list[int] = []
+        while len(ids) < num_tokens:
+            ids.extend(self.random.choice(self._words))
+        return tuple(ids[:num_tokens])
 
     def shuffled(self, parts: Sequence[Stored]) -> list[Stored]:
-        return self._random.sample(list(parts), len(parts))
+        return self.random.sample(list(parts), len(parts))
+
+    def expect(self, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[Stored]:
+        """What a pass over `ids` would capture, without sending it."""
+        kv = self.reference.encode(ids)
+        return [
+            Stored(self.engine.key(ids[:start], ids[start:end]), tuple(ids[start:end]), start, kv.span(start, end))
+            for start, end in spans
+        ]
 
     def store(self, passes: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]]) -> list[Stored]:
         """Encode requests `(ids, spans)`, all at once; what they captured, in order."""
-        engine = self.engine
-        requests = []
-        stored: list[Stored] = []
-        for ids, spans in passes:
-            kv = self.reference.encode(ids)
-            captures = []
-            for start, end in spans:
-                key = engine.key(ids[:start], ids[start:end])
-                captures.append(Span(key, start, end))
-                stored.append(Stored(key, tuple(ids[start:end]), start, kv.span(start, end)))
-            requests.append(engine.request(ids, engine.plan("encode", captures=tuple(captures))))
-        engine.generate(requests)
+        stored = [self.expect(ids, spans) for ids, spans in passes]
+        self.engine.generate([self._capture(ids, of) for (ids, _), of in zip(passes, stored, strict=True)])
+        return [one for of in stored for one in of]
+
+    def add_capture(self, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[Stored]:
+        """Queue one encode request; steps are left to the caller."""
+        stored = self.expect(ids, spans)
+        self.engine.add(self._capture(ids, stored))
         return stored
+
+    def _capture(self, ids: Sequence[int], stored: Sequence[Stored]) -> Request:
+        captures = tuple(Span(s.key, s.origin, s.origin + len(s.ids)) for s in stored)
+        return self.engine.request(ids, self.engine.plan("encode", captures=captures))
 
     def store_texts(self, lengths: Sequence[int]) -> list[Stored]:
         """Texts that open a prompt, each in a pass of its own."""
@@ -119,6 +133,15 @@ class Author:
 
     def difference(self, parts: Sequence[Part], answer: Answer, num_injected: int, start: int = 0) -> float:
         return largest_difference(answer.logits, self.expected(parts, answer, num_injected, start))
+
+    def check(self, parts: Sequence[Part], answer: Answer, tolerance: float, *, cached: int = 0) -> None:
+        """The answer injected all stored parts (behind `cached` tokens) and equals the reference."""
+        num_stored = sum(len(part.ids) for part in parts if isinstance(part, Stored))
+        num_stored = min(num_stored, len(ids_of(parts)) - 1)
+        assert answer.outcome is not None
+        found = (answer.outcome["cached_tokens"], answer.outcome["injected_tokens"])
+        assert found == (cached, num_stored - cached), answer.outcome
+        assert self.difference(parts, answer, num_stored) <= tolerance
 
     def baseline(self, lengths: Sequence[int], num_steps: int = 1) -> float:
         """The engine's largest difference to the reference without any injection."""

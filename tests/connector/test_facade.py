@@ -1,0 +1,242 @@
+"""The façade: whatever fails inside a hook, nothing leaves it, and no request answers from garbage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from inferscale.connector.messages import StepReport
+from inferscale.plan import Order, Segment
+from symbolic_engine import SymbolicEngine, key_of
+
+Make = Callable[..., SymbolicEngine]
+
+FACT = list(range(100, 130))
+OTHER = list(range(200, 217))
+QUESTION = [7, 8, 9]
+
+
+class Broken(Exception):
+    """What the patched methods raise."""
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise Broken
+
+
+@pytest.fixture
+def engine(make_engine: Make, runner: str, depth: int) -> SymbolicEngine:
+    engine = make_engine(runner=runner, depth=depth)
+    engine.encode("encode", [3] + FACT + OTHER, (1, 31), (31, 48))
+    engine.run()
+    return engine
+
+
+def errors(engine: SymbolicEngine) -> int:
+    return engine.side.counters.internal_errors
+
+
+def check_nothing_left(engine: SymbolicEngine) -> None:
+    engine.side.counters.internal_errors = 0
+    engine.check_idle()
+
+
+def test_matching_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inferscale.connector.scheduler.locate", broken)
+    engine.chat("c", FACT + QUESTION, FACT)
+    engine.run()
+    assert engine.finish_reasons["c"] == "length"
+    assert errors(engine) == 1
+    check_nothing_left(engine)
+
+
+def test_reading_params_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inferscale.connector.scheduler.from_wire", broken)
+    engine.chat("c", FACT + QUESTION, FACT)
+    engine.run()
+    assert engine.finish_reasons["c"] == "length"
+    assert errors(engine) >= 1
+    check_nothing_left(engine)
+
+
+@pytest.mark.parametrize("step", ["_truncate", "pin", "second pin", "_count_use", "_publish"])
+def test_claiming_fails_after_vllm_counts_on_our_tokens(
+    engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    side = engine.side
+    with monkeypatch.context() as patch:
+        if step == "_truncate":
+            patch.setattr("inferscale.connector.scheduler._truncate", broken)
+        elif step == "pin":
+            patch.setattr(side.table, "pin", broken)
+        elif step == "second pin":
+            pin, calls = side.table.pin, []
+
+            def second(key: str) -> None:
+                calls.append(key)
+                pin(key) if len(calls) < 2 else broken()
+
+            patch.setattr(side.table, "pin", second)
+        else:
+            patch.setattr(side, step, broken)
+        engine.chat("c", FACT + OTHER + QUESTION, FACT, OTHER)
+        engine.step()
+    engine.run()
+    assert engine.finish_reasons["c"] == "error", "a request whose KV is missing must not answer"
+    assert errors(engine) >= 1
+    check_nothing_left(engine)
+
+
+def test_the_allocated_blocks_cannot_be_read(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoBlocks:
+        get_block_ids = staticmethod(broken)
+
+    update = engine.connector.update_state_after_alloc
+    monkeypatch.setattr(
+        engine.connector, "update_state_after_alloc", lambda request, blocks, n: update(request, NoBlocks(), n)
+    )
+    engine.chat("c", FACT + QUESTION, FACT)
+    engine.add("plain", [1, 2, 3])
+    engine.run()
+    assert engine.finish_reasons["c"] == "error"
+    assert engine.finish_reasons["plain"] == "length", "it counted on nothing of ours"
+    assert errors(engine) == 2
+    check_nothing_left(engine)
+
+
+@pytest.mark.parametrize(
+    "method", ["_build_injection", "_follow_blocks", "_build_capture", "_take_broken_blocks", "take_freed_pages"]
+)
+def test_building_orders_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Whenever it fails: what was claimed in this step is failed, and every pin is given back."""
+    side = engine.side
+    owner = side.table if method == "take_freed_pages" else side
+    calls: list[int] = []
+
+    original = getattr(owner, method)
+
+    def once(*args: Any) -> Any:
+        calls.append(1)
+        return broken() if len(calls) == 1 else original(*args)
+
+    engine.chat("c", FACT + QUESTION, FACT, max_tokens=3)
+    engine.encode("e", [4, 5] + list(range(600, 610)), (2, 12))
+    engine.add("plain", [1, 2, 3])
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, method, once)
+        output = engine.step()
+    assert set(output.num_scheduled_tokens) == {"c", "e", "plain"}
+    orders = output.kv_connector_metadata.orders
+    assert orders.step == 0
+    assert orders.injection is None
+    assert orders.capture is None
+    assert len(orders.failed_blocks) == 3
+    assert side.table.num_pins == 0
+    engine.run()
+    assert engine.finish_reasons == {"encode": "length", "c": "error", "e": "length", "plain": "length"}
+    assert errors(engine) == 1
+    check_nothing_left(engine)
+    engine.chat("c2", FACT + QUESTION, FACT)
+    engine.run()
+    assert engine.outcomes["c2"]["injected_tokens"] == 30, "the prefix cache holds nothing of the failed request"
+
+
+def test_a_request_whose_blocks_were_missed_captures_nothing_more(
+    make_engine: Make, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After an error in `_follow_blocks` the block lists of open requests may have a hole."""
+    engine = make_engine(runner=runner, max_batched_tokens=16)
+    engine.encode("e", [3] + FACT + OTHER, (1, 31), (31, 48))
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.side, "_follow_blocks", broken)
+        engine.step()
+    engine.run()
+    assert engine.side.counters.captures == 0
+    assert errors(engine) == 1
+    check_nothing_left(engine)
+
+
+def test_prefix_cache_blocks_in_front_of_a_broken_claim_are_not_failed(
+    engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.chat("good", FACT + [1], FACT, max_tokens=40)
+    engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.side.table, "pin", broken)
+        engine.chat("bad", FACT + OTHER + QUESTION, FACT, OTHER)
+        engine.step()
+    engine.run()
+    assert engine.finish_reasons["bad"] == "error"
+    assert engine.finish_reasons["good"] == "length", "it shares the first block with the broken request"
+    check_nothing_left(engine)
+
+
+def test_completing_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.side, "complete", broken)
+    engine.chat("c", FACT + QUESTION, FACT)
+    engine.run()
+    assert engine.finish_reasons["c"] == "length"
+    assert errors(engine) == 1
+
+
+def test_finishing_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.side, "_outcome", broken)
+    engine.chat("c", FACT + QUESTION, FACT)
+    engine.run()
+    assert engine.outcomes["c"] is None
+    assert errors(engine) >= 1
+
+
+def test_an_order_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.side.table, "drop", broken)
+        engine.order("f", Order("forget", (key_of(FACT),)))
+        engine.step()
+    engine.run()
+    assert engine.finish_reasons["f"] == "length"
+    assert "answer" not in (engine.outcomes["f"] or {}), "the front end must not take it for done"
+    check_nothing_left(engine)
+
+
+def test_the_worker_cannot_inject(engine: SymbolicEngine) -> None:
+    """Blocks that the worker reports as failed end the request, and leave vLLM's prefix cache."""
+    engine.chat("c", FACT + QUESTION, FACT)
+    output = engine.schedule()
+    blocks = engine.scheduler.kv_cache_manager.get_block_ids("c")[0]
+    output.kv_connector_metadata.orders.injection = None
+    engine.worker.failed_blocks.update(blocks[:2])
+    engine.drain()
+    engine.run()
+    assert engine.finish_reasons["c"] == "error"
+    engine.check_idle()
+    engine.chat("again", FACT + QUESTION, FACT)
+    engine.run()
+    assert engine.outcomes["again"]["cached_tokens"] == 0
+    assert engine.outcomes["again"]["injected_tokens"] == 30
+
+
+def test_hooks_survive_nonsense(engine: SymbolicEngine) -> None:
+    connector = engine.connector
+
+    class Request:
+        request_id = "r"
+
+    assert connector.get_num_new_matched_tokens(Request(), 0) == (0, False)
+    connector.update_state_after_alloc(Request(), None, 0)
+    connector.update_connector_output(None)
+    assert connector.request_finished(Request(), []) == (False, None)
+    assert errors(engine) == 3
+
+
+def test_ids_outside_int32_in_a_prompt(engine: SymbolicEngine) -> None:
+    request = engine.add("c", [1, 2**31, 3], engine.plan(segments=(Segment("k", (1,)),)))
+    assert engine.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert errors(engine) == 1
+
+
+def test_reports_of_ranks_are_merged() -> None:
+    merged = StepReport({1}, set()).merge(StepReport({1, 2}, {1})).merge(StepReport({1}, set()))
+    assert (merged.done, merged.failed_captures, merged.num_ranks) == ({1, 2}, {1}, 3)

@@ -1,0 +1,107 @@
+"""Segments in a prompt, and the leading run, against naive implementations."""
+
+from __future__ import annotations
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from inferscale.connector.locate import Located, Piece, leading_run, locate
+from inferscale.plan import Segment
+
+# Few ids, so that repeats are likely; some whose bytes match at offsets that are no multiple of 4.
+IDS = st.sampled_from([0, 1, 2, 256, 65536, 16777216, 2**31 - 1, 0x01010101, 0x00010100])
+PROMPTS = st.lists(IDS, max_size=40)
+SEGMENTS = st.lists(st.lists(IDS, max_size=4), max_size=8)
+
+
+def segments_of(lists: list[list[int]]) -> list[Segment]:
+    return [Segment(f"s{index}", tuple(ids)) for index, ids in enumerate(lists)]
+
+
+def naive_locate(prompt: list[int], segments: list[Segment]) -> tuple[list[Located], int]:
+    found, lost, cursor = [], 0, 0
+    for segment in segments:
+        length = len(segment.token_ids)
+        for start in range(cursor, len(prompt) - length + 1):
+            if length and tuple(prompt[start : start + length]) == segment.token_ids:
+                found.append(Located(segment.key, start, start + length))
+                cursor = start + length
+                break
+        else:
+            lost += 1
+    return found, lost
+
+
+@given(PROMPTS, SEGMENTS)
+@example([256, 0], [[1]])
+@example([0x00010100, 0x00010100], [[0x01010001], [0x00010100]])
+@example([1, 1, 1], [[1, 1], [1], [1]])
+def test_locate_is_the_naive_search(prompt: list[int], lists: list[list[int]]) -> None:
+    segments = segments_of(lists)
+    found, lost = naive_locate(prompt, segments)
+    placement = locate(prompt, segments)
+    assert list(placement.located) == found
+    assert placement.num_lost == lost
+    assert len(found) + lost == len(segments)
+
+
+def test_bytes_that_match_between_two_ids_are_no_match() -> None:
+    # 01 00 00 00 | 00 01 00 00: the bytes of id 1 also stand at offset 5.
+    assert locate([256, 2], segments_of([[1]])).num_lost == 1
+    # A false match in front of the true one must not hide it.
+    assert locate([256, 2, 1], segments_of([[1]])).located == (Located("s0", 2, 3),)
+
+
+def test_repeated_segments_take_one_place_each_in_order() -> None:
+    placement = locate([7, 8, 7, 8, 9], segments_of([[7, 8], [7, 8], [7, 8]]))
+    assert placement.located == (Located("s0", 0, 2), Located("s1", 2, 4))
+    assert placement.num_lost == 1
+
+
+def test_a_segment_out_of_order_or_longer_than_the_prompt_is_lost() -> None:
+    placement = locate([1, 2, 3], segments_of([[2], [1], [3], [3, 4]]))
+    assert [item.key for item in placement.located] == ["s0", "s2"]
+    assert placement.num_lost == 2
+
+
+def test_nothing_is_found_in_nothing() -> None:
+    assert locate([], segments_of([[1]])).num_lost == 1
+    assert locate([1], segments_of([[]])).num_lost == 1
+    assert locate([1], []).located == ()
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[Located], set[str]]:
+    located, at = [], 0
+    for index in range(draw(st.integers(0, 6))):
+        at += draw(st.sampled_from([0, 0, 0, 1, 3]))
+        end = at + draw(st.integers(1, 6))
+        located.append(Located(f"s{draw(st.integers(0, 3))}-{index % 2}", at, end))
+        at = end
+    return located, draw(st.sets(st.sampled_from(sorted({item.key for item in located}) or ["none"])))
+
+
+@given(layouts(), st.integers(0, 40), st.integers(0, 40))
+def test_leading_run_is_the_naive_walk(layout: tuple[list[Located], set[str]], computed: int, limit: int) -> None:
+    located, missing = layout
+    expected: list[tuple[str, int, int]] = []
+    for position in range(computed, limit):
+        owner = next((item for item in located if item.start <= position < item.end), None)
+        if owner is None or owner.key in missing:
+            break
+        expected.append((owner.key, position - owner.start, position))
+    run = leading_run(located, computed, limit, lambda key: key not in missing)
+    tokens = [
+        (piece.key, piece.start + i, piece.position + i) for piece in run for i in range(piece.end - piece.start)
+    ]
+    assert tokens == expected
+    assert all(piece.end > piece.start for piece in run)
+
+
+def test_a_run_may_begin_inside_a_segment_and_ends_at_the_limit() -> None:
+    located = [Located("a", 0, 10), Located("b", 10, 20)]
+    run = leading_run(located, 4, 15, lambda key: True)
+    assert run == [Piece("a", 4, 10, 4), Piece("b", 0, 5, 10)]
+    assert leading_run(located, 10, 20, lambda key: key == "b") == [Piece("b", 0, 10, 10)]
+    assert leading_run(located, 20, 30, lambda key: True) == []
+    assert leading_run(located, 5, 5, lambda key: True) == []

@@ -1,0 +1,240 @@
+"""Page table against a model that keeps everything in plain lists."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from inferscale.pool.table import PageTable
+
+NUM_PAGES, PAGE = 7, 4
+KEYS = [f"k{i}" for i in range(6)]
+
+
+class Model:
+    """One segment of the model: what the table's entry must look like."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self.num_pages = -(-num_tokens // PAGE)
+        self.pins = 0
+        self.is_resident = False
+        self.is_dropped = False
+
+    @property
+    def is_evictable(self) -> bool:
+        return self.is_resident and self.pins == 0
+
+
+class PageTableMachine(RuleBasedStateMachine):
+    """`self.model` is in order of use, least recent first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = PageTable(NUM_PAGES, PAGE)
+        self.model: dict[str, Model] = {}
+        self.freed: list[int] = []
+        self.num_evicted = 0
+
+    def free_pages(self) -> int:
+        return NUM_PAGES - sum(entry.num_pages for entry in self.model.values())
+
+    def forget(self, key: str) -> None:
+        entry = self.model.pop(key)
+        if entry.is_dropped:
+            self.freed.append(entry.num_pages)
+
+    @rule(key=st.sampled_from(KEYS), num_tokens=st.integers(1, NUM_PAGES * PAGE + 5), origin=st.integers(0, 99))
+    def reserve(self, key: str, num_tokens: int, origin: int) -> None:
+        if key in self.model:
+            assert self.table.holds(key)
+            return
+        needed = -(-num_tokens // PAGE)
+        evictable = sum(entry.num_pages for entry in self.model.values() if entry.is_evictable)
+        fits = needed <= self.free_pages() + evictable
+        before = {key: self.table.held(key).pages.tolist() for key in self.model}
+        assert self.table.can_reserve(num_tokens) == fits
+        entry = self.table.reserve(key, num_tokens, origin)
+        if not fits:
+            assert entry is None
+            assert before == {key: self.table.held(key).pages.tolist() for key in self.model}
+            return
+        assert entry is not None
+        while self.free_pages() < needed:
+            victim = next(key for key, entry in self.model.items() if entry.is_evictable)
+            self.forget(victim)
+            self.num_evicted += 1
+        self.model[key] = Model(num_tokens)
+        assert (entry.num_tokens, entry.origin, len(entry.pages)) == (num_tokens, origin, needed)
+
+    @rule(key=st.sampled_from(KEYS))
+    def commit(self, key: str) -> None:
+        self.table.commit(key)
+        if key in self.model:
+            self.model[key].is_resident = True
+            if self.model[key].is_dropped and not self.model[key].pins:
+                self.forget(key)
+
+    @rule(key=st.sampled_from(KEYS))
+    def abandon(self, key: str) -> None:
+        self.table.abandon(key)
+        if key in self.model and not self.model[key].is_resident:
+            self.forget(key)
+
+    @precondition(lambda self: any(entry.is_resident for entry in self.model.values()))
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from([key for key, entry in self.model.items() if entry.is_resident]))
+        self.table.pin(key)
+        self.model[key].pins += 1
+        self.model[key] = self.model.pop(key)
+
+    @precondition(lambda self: any(entry.pins for entry in self.model.values()))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from([key for key, entry in self.model.items() if entry.pins]))
+        self.table.unpin(key)
+        self.model[key].pins -= 1
+        if self.model[key].is_dropped and not self.model[key].pins:
+            self.forget(key)
+
+    @rule(key=st.sampled_from(KEYS))
+    def touch(self, key: str) -> None:
+        self.table.touch(key)
+        if key in self.model:
+            self.model[key] = self.model.pop(key)
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4))
+    def drop(self, keys: list[str]) -> None:
+        known = {key for key in keys if key in self.model and not self.model[key].is_dropped}
+        assert self.table.drop(keys) == len(known)
+        for key in known:
+            self.model[key].is_dropped = True
+            if self.model[key].is_evictable:
+                self.forget(key)
+
+    @rule()
+    def take_freed_pages(self) -> None:
+        pages = self.table.take_freed_pages()
+        assert len(pages) == sum(self.freed)
+        assert all(0 <= page < NUM_PAGES for page in pages)
+        self.freed = []
+
+    @invariant()
+    def agrees(self) -> None:
+        table = self.table
+        table.check()
+        assert list(table._entries) == list(self.model)
+        assert len(table) == len(self.model)
+        assert table.num_free_pages == self.free_pages()
+        assert table.num_pins == sum(entry.pins for entry in self.model.values())
+        assert table.num_evicted == self.num_evicted
+        live = {key for key, entry in self.model.items() if entry.is_resident and not entry.is_dropped}
+        assert table.num_resident == len(live)
+        for key in KEYS:
+            assert table.is_resident(key) == (key in live)
+            assert (table.get(key) is not None) == (key in self.model and not self.model[key].is_dropped)
+            assert table.holds(key) == (key in self.model)
+
+
+PageTableMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPageTable = PageTableMachine.TestCase
+
+
+def resident(table: PageTable, key: str, num_tokens: int) -> None:
+    assert table.reserve(key, num_tokens, 0) is not None
+    table.commit(key)
+
+
+def test_the_least_recently_used_goes_first_and_pinning_is_a_use() -> None:
+    table = PageTable(3, 4)
+    for key in "abc":
+        resident(table, key, 4)
+    table.pin("a")
+    table.unpin("a")
+    table.touch("b")
+    resident(table, "d", 4)
+    assert [table.holds(key) for key in "abcd"] == [True, True, False, True]
+    resident(table, "e", 8)
+    assert [table.holds(key) for key in "abde"] == [False, False, True, True]
+    assert table.num_evicted == 3
+
+
+def test_an_entry_being_written_or_pinned_is_never_evicted() -> None:
+    table = PageTable(2, 4)
+    table.reserve("writing", 4, 0)
+    resident(table, "pinned", 4)
+    table.pin("pinned")
+    assert table.reserve("new", 1, 0) is None
+    table.unpin("pinned")
+    assert table.reserve("new", 5, 0) is None, "only one page can be had"
+    assert table.is_resident("pinned"), "nothing is evicted for a segment that does not fit anyway"
+    assert table.reserve("new", 4, 0) is not None
+
+
+def test_a_segment_dropped_while_pinned_keeps_its_pages_until_the_last_unpin() -> None:
+    table = PageTable(2, 4)
+    resident(table, "a", 8)
+    table.pin("a")
+    table.pin("a")
+    pages = table.held("a").pages.tolist()
+    assert table.drop(["a", "a", "unknown"]) == 1
+    assert not table.is_resident("a")
+    assert table.get("a") is None
+    assert table.held("a").pages.tolist() == pages
+    assert table.reserve("b", 1, 0) is None
+    table.unpin("a")
+    assert table.take_freed_pages() == []
+    table.unpin("a")
+    assert sorted(table.take_freed_pages()) == sorted(pages)
+    assert table.num_free_pages == 2
+    with pytest.raises(KeyError):
+        table.held("a")
+
+
+def test_a_segment_dropped_while_written_is_freed_when_the_step_is_reported() -> None:
+    for end in (PageTable.commit, PageTable.abandon):
+        table = PageTable(1, 4)
+        table.reserve("a", 4, 0)
+        table.drop(["a"])
+        assert table.reserve("b", 1, 0) is None
+        end(table, "a")
+        assert not table.holds("a")
+        assert table.num_resident == 0
+        assert table.take_freed_pages() == [0]
+
+
+def test_evicted_and_abandoned_pages_are_not_reported_as_freed() -> None:
+    table = PageTable(1, 4)
+    resident(table, "a", 1)
+    resident(table, "b", 1)
+    table.reserve("c", 1, 0)
+    table.abandon("c")
+    assert table.take_freed_pages() == []
+
+
+def test_rows_run_across_pages_that_are_no_neighbours() -> None:
+    table = PageTable(5, 4)
+    for key in "abcde":
+        resident(table, key, 4)
+    table.drop(["b", "d", "e"])
+    entry = table.reserve("x", 10, 3)
+    assert entry is not None
+    expected = np.array([page * 4 + offset for page in entry.pages.tolist() for offset in range(4)])
+    for start in range(11):
+        for end in range(start, 11):
+            rows = table.rows(entry, start, end)
+            assert rows.dtype == np.int64
+            assert rows.tolist() == expected[start:end].tolist()
+    with pytest.raises(AssertionError):
+        table.rows(entry, 0, 11)
+
+
+def test_rows_of_two_segments_never_meet() -> None:
+    table = PageTable(8, 4)
+    entries = [table.reserve(key, 7, 0) for key in "abcd"]
+    rows = [row for entry in entries if entry for row in table.rows(entry, 0, 7).tolist()]
+    assert len(set(rows)) == len(rows) == 28

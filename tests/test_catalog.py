@@ -1,0 +1,502 @@
+"""The catalog: whole transactions, permissions, scopes, and what each key attended to."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inferscale.catalog import CATALOG_FILE, Catalog, VectorMark
+from inferscale.catalog.migrations import MIGRATIONS
+from inferscale.errors import CatalogError, EmbedderMismatch, InvalidInput, NewerCatalog, UnknownFact
+from inferscale.facts import Fact, Scope, Turn
+
+DIM = 4
+ANA = Scope(user_id="ana")
+
+
+def open_catalog(folder: Path) -> Catalog:
+    catalog = Catalog(folder)
+    catalog.record_embedder("fake", DIM)
+    return catalog
+
+
+def add(catalog: Catalog, scope: Scope, *texts: str) -> list[Fact]:
+    vectors = np.arange(len(texts) * DIM, dtype=np.float32).reshape(len(texts), DIM)
+    return catalog.add_facts(scope, [Turn(text) for text in texts], vectors)
+
+
+def ids(facts: list[Fact]) -> list[str]:
+    return [fact.id for fact in facts]
+
+
+@pytest.fixture
+def catalog(tmp_path: Path):
+    with_embedder = open_catalog(tmp_path / "data")
+    yield with_embedder
+    with_embedder.close()
+
+
+# --- facts ---------------------------------------------------------------------------------------
+
+
+def test_a_fact_comes_back_as_it_was_given(catalog: Catalog, tmp_path: Path) -> None:
+    turn = Turn("Käse 🧀 שלום\n<|im_end|>", "Ana", "8 May 2023", {"a": [1, {"b": None}], "z\ud83d\0": "x"})
+    scope = Scope("u/1", "ägent", "r" * 1000)
+    vector = np.array([[0.5, -1.0, 2.0, 1e-30]], dtype=np.float32)
+    [stored] = catalog.add_facts(scope, [turn], vector)
+    catalog.close()
+    again = Catalog(tmp_path / "data")
+    [fact] = again.facts(scope)
+    assert fact == stored == again.get(stored.id)
+    assert (fact.text, fact.speaker, fact.said_at, fact.metadata, fact.scope) == (
+        turn.text,
+        turn.speaker,
+        turn.said_at,
+        turn.metadata,
+        scope,
+    )
+    assert np.array_equal(again.vector_changes(VectorMark()).vectors, vector)
+    again.close()
+
+
+@pytest.mark.parametrize("text", ["🦊" * 1000, "שלום עולם", "x" * 100_000, "\u202eabc", "a\0b"])
+def test_text_is_stored_exactly(catalog: Catalog, text: str) -> None:
+    [fact] = add(catalog, ANA, text)
+    assert catalog.facts_by_ids([fact.id])[0].text == text
+
+
+def test_facts_are_paged_in_seq_order(catalog: Catalog) -> None:
+    stored = add(catalog, ANA, *"abcde")
+    add(catalog, Scope(user_id="bob"), "other")
+    assert catalog.facts(ANA) == stored
+    assert catalog.facts(ANA, limit=2) == stored[:2]
+    assert catalog.facts(ANA, limit=2, after=stored[1].seq) == stored[2:4]
+    assert catalog.facts(Scope(), after=stored[-1].seq)[0].text == "other"
+    assert catalog.facts_by_ids([stored[3].id, "none", stored[0].id]) == [stored[3], stored[0]]
+    assert catalog.facts_by_seqs([stored[2].seq, 10**9]) == {stored[2].seq: stored[2]}
+    assert catalog.count_scopes() == 2
+
+
+def test_add_stores_all_or_nothing(catalog: Catalog) -> None:
+    vectors = np.zeros((2, DIM), dtype=np.float32)
+    for bad in (
+        Turn("half \ud83d"),
+        Turn("x", metadata={"a": {1, 2}}),
+        Turn("x", metadata={"a": float("nan")}),
+    ):
+        with pytest.raises(InvalidInput):
+            catalog.add_facts(ANA, [Turn("good"), bad], vectors)
+    with pytest.raises(InvalidInput, match="shape"):
+        catalog.add_facts(ANA, [Turn("good")], vectors)
+    with pytest.raises(InvalidInput, match="owner"):
+        catalog.add_facts(Scope(), [Turn("a"), Turn("b")], vectors)
+    assert catalog.count(Scope()) == 0
+    assert catalog.count_scopes() == 0
+
+
+@pytest.mark.parametrize("metadata", [{1: "a"}, {"a": (1, 2)}, {"a": b"x"}])
+def test_metadata_that_would_change_is_refused(catalog: Catalog, metadata: dict) -> None:
+    with pytest.raises(InvalidInput, match="plain JSON"):
+        catalog.add_facts(ANA, [Turn("x", metadata=metadata)], np.zeros((1, DIM), dtype=np.float32))
+
+
+ALL_SCOPES = [Scope(*triple) for triple in itertools.product(("u", "v", None), ("a", None), ("r", "s", None))]
+
+
+def test_filters_cover_every_combination_of_missing_ids(catalog: Catalog) -> None:
+    exact = [scope for scope in ALL_SCOPES if not scope.is_empty()]
+    for scope in exact * 2:
+        add(catalog, scope, scope.describe())
+    assert catalog.count_scopes() == len(exact)  # unique also where ids are NULL
+    for filter in ALL_SCOPES:
+        expected = [scope for scope in exact * 2 if filter.covers(scope)]
+        assert [fact.scope for fact in catalog.facts(filter)] == expected
+        assert catalog.count(filter) == len(expected)
+        assert len(catalog.scope_codes(filter)) == len(set(expected))
+
+
+def test_an_epoch_counts_the_deletions_it_covers(catalog: Catalog) -> None:
+    exact = [scope for scope in ALL_SCOPES if not scope.is_empty()]
+    facts = [fact for scope in exact for fact in add(catalog, scope, "a", "b")]
+    before = {filter: catalog.epoch(filter) for filter in ALL_SCOPES}
+    assert set(before.values()) == {0}
+    for fact in facts:
+        deletion = catalog.delete(fact.id)
+        after = {filter: catalog.epoch(filter) for filter in ALL_SCOPES}
+        for filter in ALL_SCOPES:
+            assert after[filter] == before[filter] + filter.covers(fact.scope)
+        covering = {filter: after[filter] for filter in ALL_SCOPES if filter.covers(fact.scope)}
+        del covering[Scope()]
+        assert dict(deletion.epochs) == covering
+        before = after
+
+
+def test_neighbours_stay_in_the_exact_scope(catalog: Catalog) -> None:
+    first = add(catalog, ANA, "1", "2")
+    add(catalog, Scope("ana", run_id="r"), "elsewhere")
+    second = add(catalog, ANA, "3", "4")
+    assert catalog.neighbours_before(second[1], 2) == [first[1], second[0]]
+    assert catalog.neighbours_before(second[1], 9) == [*first, second[0]]
+    assert catalog.neighbours_before(first[0], 9) == catalog.neighbours_before(second[1], 0) == []
+
+
+def test_deleted_facts_are_gone_and_seq_is_never_used_again(catalog: Catalog, tmp_path: Path) -> None:
+    first, last = add(catalog, ANA, "keep", "secret-penguin")
+    deletion = catalog.delete(last.id)
+    assert deletion.fact == last
+    assert catalog.get(last.id) is None
+    assert catalog.facts(ANA) == [first]
+    with pytest.raises(UnknownFact, match="deleted"):
+        catalog.delete(last.id)
+    assert add(catalog, ANA, "new")[0].seq > last.seq
+    catalog.close()
+    assert b"secret-penguin" not in (tmp_path / "data" / CATALOG_FILE).read_bytes()
+
+
+# --- the file ------------------------------------------------------------------------------------
+
+
+def test_files_are_for_their_owner_only(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        catalog = open_catalog(tmp_path / "deep" / "data")
+        add(catalog, ANA, "x")
+    finally:
+        os.umask(old)
+    folder = tmp_path / "deep" / "data"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
+    assert modes == {CATALOG_FILE + end: 0o600 for end in ("", "-wal", "-shm")}
+    catalog.close()
+
+
+def test_an_open_file_is_made_private_and_a_shared_folder_left_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o755)
+    (folder / "other.txt").write_text("not ours")
+    (folder / CATALOG_FILE).touch(mode=0o644)
+    open_catalog(folder).close()
+    assert stat.S_IMODE((folder / CATALOG_FILE).stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
+
+
+def test_pragmas(catalog: Catalog) -> None:
+    with catalog._database.read() as connection:
+        found = {
+            name: connection.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("journal_mode", "foreign_keys")
+        }
+        assert connection.execute("PRAGMA user_version").fetchone()[0] == len(MIGRATIONS)
+        assert connection.execute("PRAGMA busy_timeout").fetchone()[0] >= 1000
+    assert found == {"journal_mode": "wal", "foreign_keys": 1}
+
+
+def test_a_newer_catalog_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    open_catalog(tmp_path).close()
+    path = tmp_path / CATALOG_FILE
+    raw = sqlite3.connect(path)
+    raw.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    raw.execute("PRAGMA journal_mode = DELETE")
+    raw.close()
+    before = path.read_bytes()
+    with pytest.raises(NewerCatalog, match=f"version {len(MIGRATIONS) + 1}.*up to {len(MIGRATIONS)}"):
+        Catalog(tmp_path).count(Scope())
+    assert path.read_bytes() == before
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / CATALOG_FILE
+    raw = sqlite3.connect(path)
+    raw.execute("CREATE TABLE t (x)")
+    raw.close()
+    with pytest.raises(CatalogError, match="another program"):
+        Catalog(tmp_path).count(Scope())
+    path.write_bytes(b"no database at all" * 100)
+    with pytest.raises(CatalogError, match="not an SQLite database"):
+        Catalog(tmp_path).count(Scope())
+    (tmp_path / "file").touch()
+    with pytest.raises(CatalogError, match="cannot be used"):
+        Catalog(tmp_path / "file" / "data").count(Scope())
+
+
+def test_a_failed_migration_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "inferscale.catalog.migrations.MIGRATIONS", (*MIGRATIONS, ("CREATE TABLE n (x)", "NO SQL"))
+    )
+    with pytest.raises(CatalogError):
+        Catalog(tmp_path).count(Scope())
+    monkeypatch.undo()
+    catalog = open_catalog(tmp_path)  # the first migration has been applied, the second not at all
+    with catalog._database.read() as connection:
+        assert connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'n'").fetchone() == (0,)
+    catalog.close()
+
+
+def test_another_embedder_is_refused(catalog: Catalog) -> None:
+    catalog.record_embedder("fake", DIM)
+    for name, dim in (("other", DIM), ("fake", DIM + 1)):
+        with pytest.raises(EmbedderMismatch, match=f"'fake' with 4 .*{name!r} with {dim}"):
+            catalog.record_embedder(name, dim)
+
+
+def test_a_closed_catalog_says_so(tmp_path: Path) -> None:
+    catalog = open_catalog(tmp_path)
+    catalog.close()
+    catalog.close()
+    with pytest.raises(CatalogError, match="closed"):
+        catalog.count(ANA)
+
+
+def test_use_after_a_fork_is_refused(catalog: Catalog) -> None:
+    handle = catalog._database._handle
+    assert handle is not None
+    handle.process = -1
+    with pytest.raises(CatalogError, match="fork"):
+        catalog.count(ANA)
+    handle.process = os.getpid()
+
+
+def test_a_failing_write_rolls_back_and_the_catalog_stays_usable(catalog: Catalog) -> None:
+    with catalog._database.write() as connection:
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    with catalog._database._open_handle().lock:
+        catalog._database._open_handle().connection.execute(f"PRAGMA max_page_count = {pages + 20}")
+    with pytest.raises(CatalogError, match="disk is full"):
+        add(catalog, ANA, "small", "x" * 1_000_000)
+    assert catalog.count(ANA) == 0
+    add(catalog, ANA, "small")
+    assert catalog.count(ANA) == 1
+
+
+# --- threads and processes -----------------------------------------------------------------------
+
+_WRITER = """
+import sys
+import numpy as np
+from inferscale.catalog import Catalog
+from inferscale.facts import Scope, Turn
+folder, name, batches, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+catalog = Catalog(folder)
+catalog.record_embedder("fake", 4)
+for batch in range(batches):
+    turns = [Turn(f"{name} {batch} {i}") for i in range(size)]
+    catalog.add_facts(Scope(user_id=name), turns, np.ones((size, 4), dtype=np.float32))
+    print(batch, flush=True)
+"""
+
+
+def start_writer(folder: Path, name: str, batches: int, size: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _WRITER, str(folder), name, str(batches), str(size)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def test_eight_threads_add(catalog: Catalog) -> None:
+    def work(number: int) -> None:
+        for i in range(20):
+            add(catalog, Scope(user_id=f"u{number % 4}"), f"{number} {i} a", f"{number} {i} b")
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    facts = catalog.facts(Scope())
+    assert len({fact.text for fact in facts}) == len({fact.seq for fact in facts}) == len(facts) == 320
+    assert catalog.count_scopes() == 4
+    for first, second in zip(facts[::2], facts[1::2], strict=True):  # a call's facts follow each other
+        assert first.text[:-1] == second.text[:-1]
+
+
+def test_two_processes_add_to_a_new_folder(tmp_path: Path) -> None:
+    writers = [start_writer(tmp_path, name, 25, 4) for name in ("p", "q")]
+    for writer in writers:
+        writer.communicate(timeout=60)
+        assert writer.returncode == 0
+    catalog = open_catalog(tmp_path)
+    assert (catalog.count(Scope(user_id="p")), catalog.count(Scope(user_id="q"))) == (100, 100)
+    catalog.close()
+
+
+def test_killed_while_adding_leaves_whole_transactions(tmp_path: Path) -> None:
+    size = 300
+    writer = start_writer(tmp_path, "p", 100_000, size)
+    assert writer.stdout is not None
+    committed = -1
+    for line in writer.stdout:
+        committed = int(line)
+        if committed == 5:
+            break
+    writer.send_signal(signal.SIGKILL)
+    committed = max([committed, *map(int, writer.stdout.read().split())])
+    writer.wait()
+    writer.stdout.close()
+    catalog = open_catalog(tmp_path)
+    per_batch: dict[int, int] = {}
+    for fact in catalog.facts(Scope()):
+        batch = int(fact.text.split()[1])
+        per_batch[batch] = per_batch.get(batch, 0) + 1
+    assert set(per_batch.values()) == {size}
+    assert set(per_batch) >= set(range(committed + 1))
+    with catalog._database.read() as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+    assert len(catalog.vector_changes(VectorMark()).fact_seqs) == len(per_batch) * size
+    add(catalog, Scope(user_id="p"), "still usable")
+    catalog.close()
+
+
+# --- vectors -------------------------------------------------------------------------------------
+
+
+def test_vector_changes_follow_adds_and_deletions_of_everybody(tmp_path: Path) -> None:
+    mine, other = open_catalog(tmp_path), open_catalog(tmp_path)
+    facts = add(mine, ANA, *"abcde")
+    token = mine.change_token()
+    assert mine.change_token() == token
+    changes = mine.vector_changes(VectorMark(), limit=3)
+    assert changes.fact_seqs == [fact.seq for fact in facts[:3]]
+    assert not changes.is_complete
+    other.delete(facts[0].id)  # read by `mine` already
+    other.delete(facts[4].id)  # not read by it yet
+    new = add(other, Scope(user_id="bob"), "new")
+    assert mine.change_token() != token
+    changes = mine.vector_changes(changes.mark)
+    assert changes.fact_seqs == [facts[3].seq, new[0].seq]
+    assert facts[0].seq in changes.removed_seqs
+    assert changes.is_complete
+    assert changes.scope_codes == mine.scope_codes(ANA) + mine.scope_codes(Scope(user_id="bob"))
+    again = mine.vector_changes(changes.mark)
+    assert (again.fact_seqs, again.removed_seqs, again.mark) == ([], [], changes.mark)
+    token = mine.change_token()
+    mine.delete(new[0].id)
+    assert mine.change_token() != token
+    mine.close()
+    other.close()
+
+
+# --- what keys attended to -----------------------------------------------------------------------
+
+
+def test_a_pass_is_recorded_and_read_back(catalog: Catalog) -> None:
+    facts = ids(add(catalog, ANA, *"abcd"))
+    assert ids(catalog.unencoded("m", ANA)) == facts
+    pass_id = catalog.record_pass("m", ANA, facts[:2], facts[2:], ["k2", "k3"])
+    assert catalog.encodings("m", facts) == {
+        facts[2]: ("k2", pass_id, 2),
+        facts[3]: ("k3", pass_id, 3),
+    }
+    assert catalog.encodings("other model", facts) == {}
+    [(id, recorded)] = catalog.passes([pass_id, 10**9]).items()
+    assert id == pass_id
+    assert recorded == (pass_id, "m", ANA, tuple(facts), 2, {facts[2]: "k2", facts[3]: "k3"})
+    assert ids(catalog.unencoded("m", ANA)) == facts[:2]
+    assert ids(catalog.unencoded("other model", ANA)) == facts
+    assert catalog.attended_to("k2") == facts[:3]
+    assert catalog.attended_to("k3") == facts
+    assert catalog.attended_to("none") == catalog.keys_attending("none") == []
+    assert catalog.keys_attending(facts[0]) == catalog.keys_attending(facts[2]) == ["k2", "k3"]
+    assert catalog.keys_attending(facts[3]) == ["k3"]
+
+
+def test_the_same_pass_is_stored_once_and_the_newest_counts(catalog: Catalog) -> None:
+    a, b = ids(add(catalog, ANA, "a", "b"))
+    first = catalog.record_pass("m", ANA, [], [a, b], ["ka", "kb"])
+    assert catalog.record_pass("m", ANA, [], [a, b], ["ka", "kb"]) == first
+    alone = catalog.record_pass("m", ANA, [], [b], ["kb alone"])
+    assert catalog.encodings("m", [a, b]) == {a: ("ka", first, 0), b: ("kb alone", alone, 0)}
+    assert catalog.record_pass("m", ANA, [], [a, b], ["ka", "kb"]) not in (first, alone)
+    assert catalog.encodings("m", [b])[b].key == "kb"
+    assert catalog.delete(a).keys == ("ka", "kb")
+    assert catalog.encodings("m", [a, b]) == {b: ("kb alone", alone, 0)}  # never saw what was deleted
+
+
+def test_passes_refuse_what_cannot_be_theirs(catalog: Catalog) -> None:
+    a, b, c = ids(add(catalog, ANA, *"abc"))
+    other = ids(add(catalog, Scope("ana", run_id="r"), "x"))
+    with pytest.raises(UnknownFact, match="scope"):
+        catalog.record_pass("m", ANA, other, [a], ["k"])
+    for window, captured, keys in (([a], [a], ["k"]), ([], [], []), ([], [a, b], ["k"])):
+        with pytest.raises(InvalidInput):
+            catalog.record_pass("m", ANA, window, captured, keys)
+    catalog.delete(a)
+    with pytest.raises(UnknownFact, match="forget"):
+        catalog.record_pass("m", ANA, [a], [b, c], ["kb", "kc"])
+    assert catalog.encodings("m", [b, c]) == {}
+
+
+def test_deleting_truncates_a_pass_or_removes_it(catalog: Catalog) -> None:
+    facts = ids(add(catalog, ANA, *"abcdef"))
+    pass_id = catalog.record_pass("m", ANA, facts[:2], facts[2:], ["k2", "k3", "k4", "k5"])
+    assert catalog.delete(facts[4]).keys == ("k4", "k5")
+    shorter = catalog.passes([pass_id])[pass_id]
+    assert (shorter.fact_ids, shorter.num_window) == (tuple(facts[:4]), 2)
+    assert shorter.keys == {facts[2]: "k2", facts[3]: "k3"}
+    assert ids(catalog.unencoded("m", ANA)) == [*facts[:2], facts[5]]
+    assert catalog.delete(facts[1]).keys == ("k2", "k3")
+    assert catalog.passes([pass_id]) == {}
+    assert catalog.delete(facts[0]).keys == ()
+
+
+def test_a_key_that_another_owner_holds_is_kept(catalog: Catalog) -> None:
+    bob = Scope(user_id="bob")
+    [mine], [his] = ids(add(catalog, ANA, "same")), ids(add(catalog, bob, "same"))
+    catalog.record_pass("m", ANA, [], [mine], ["same key"])
+    catalog.record_pass("m", bob, [], [his], ["same key"])
+    assert catalog.attended_to("same key") == [mine, his]
+    assert catalog.delete(mine).keys == ()
+    assert catalog.encodings("m", [his])[his].key == "same key"
+    assert catalog.delete(his).keys == ("same key",)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_no_encoding_attends_to_a_deleted_fact(data: st.DataObject) -> None:
+    """Random passes of two models and scopes, random deletions: bookkeeping equals a plain model of it."""
+    with tempfile.TemporaryDirectory() as folder:
+        catalog = open_catalog(Path(folder))
+        owners = [ANA, Scope("ana", "bot")]
+        facts = {scope: ids(add(catalog, scope, *"abcdefg")) for scope in owners}
+        seen: dict[str, tuple[str, ...]] = {}  # key → facts it attended to
+        pass_of: dict[int, list[str]] = {}
+        for number in range(data.draw(st.integers(1, 5))):
+            scope = data.draw(st.sampled_from(owners))
+            members = data.draw(st.lists(st.sampled_from(facts[scope]), min_size=1, max_size=6, unique=True))
+            num_window = data.draw(st.integers(0, len(members) - 1))
+            keys = [f"{number}-{i}" for i in range(num_window, len(members))]
+            model = data.draw(st.sampled_from(["m", "n"]))
+            pass_id = catalog.record_pass(model, scope, members[:num_window], members[num_window:], keys)
+            pass_of[pass_id] = keys
+            seen |= {key: tuple(members[: num_window + i + 1]) for i, key in enumerate(keys)}
+        everyone = [fact for scope in owners for fact in facts[scope]]
+        for victim in data.draw(st.lists(st.sampled_from(everyone), max_size=4, unique=True)):
+            expected = {key for key, attended in seen.items() if victim in attended}
+            assert set(catalog.keys_attending(victim)) == expected
+            assert set(catalog.delete(victim).keys) == expected
+            everyone.remove(victim)
+            seen = {key: attended for key, attended in seen.items() if key not in expected}
+            found = [
+                encoding.key
+                for model in ("m", "n")
+                for encoding in catalog.encodings(model, everyone).values()
+            ]
+            assert set(found) <= set(seen)
+            stored = {key: fact for p in catalog.passes(pass_of).values() for fact, key in p.keys.items()}
+            assert stored == {key: attended[-1] for key, attended in seen.items()}
+            for key, attended in seen.items():
+                assert tuple(catalog.attended_to(key)) == attended
+                assert set(attended) <= set(everyone)
+            for encode_pass in catalog.passes(pass_of).values():
+                assert len(encode_pass.fact_ids) == encode_pass.num_window + len(encode_pass.keys)
+                assert set(encode_pass.fact_ids) <= set(everyone)
+        catalog.close()

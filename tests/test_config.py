@@ -1,0 +1,108 @@
+"""Settings: sizes, bounds, unknown names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from inferscale.config import (
+    ConnectorConfig,
+    EncodingConfig,
+    MemoryConfig,
+    default_data_dir,
+    default_runtime_dir,
+    from_mapping,
+    parse_size,
+)
+from inferscale.errors import InvalidConfig
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (0, 0),
+        (536870912, 536870912),
+        ("536870912", 536870912),
+        ("512MiB", 512 * 2**20),
+        ("512mib", 512 * 2**20),
+        ("2GB", 2 * 10**9),
+        (" 2 GB ", 2 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("0.5 kb", 500),
+        ("7B", 7),
+        ("1KiB", 1024),
+    ],
+)
+def test_sizes(given: int | str, expected: int) -> None:
+    assert parse_size(given, "size") == expected
+
+
+@pytest.mark.parametrize(
+    "given", ["", "GB", "1 G", "1TB", "-1GB", "1e9", "1,5GB", "nan", "1.GB", "0x10", True, None, 1.5j, [1]]
+)
+def test_sizes_that_are_refused_name_the_setting_and_what_is_allowed(given: Any) -> None:
+    with pytest.raises(InvalidConfig, match=r"pool_size_bytes is .* allowed are"):
+        parse_size(given, "pool_size_bytes")
+
+
+def test_the_pool_size_is_parsed_once_and_must_be_above_zero() -> None:
+    assert ConnectorConfig(pool_size_bytes="64MiB").size_bytes == 64 * 2**20
+    for size in (0, -1, "0", "0GB", "0.1B"):
+        with pytest.raises(InvalidConfig, match="pool_size_bytes"):
+            ConnectorConfig(pool_size_bytes=size)
+
+
+@pytest.mark.parametrize("pages", [0, -1, 1025])
+def test_page_size_bounds(pages: int) -> None:
+    with pytest.raises(InvalidConfig, match="1 to 1024"):
+        ConnectorConfig(page_size_tokens=pages)
+
+
+def test_page_size_bounds_are_inclusive() -> None:
+    assert ConnectorConfig(page_size_tokens=1).page_size_tokens == 1
+    assert ConnectorConfig(page_size_tokens=1024).page_size_tokens == 1024
+
+
+def test_encoding_bounds() -> None:
+    assert EncodingConfig(window=0, stride=1) == EncodingConfig(0, 1)
+    with pytest.raises(InvalidConfig, match="window is -1"):
+        EncodingConfig(window=-1)
+    with pytest.raises(InvalidConfig, match="stride is 0"):
+        EncodingConfig(stride=0)
+
+
+def test_unknown_settings_are_named_with_the_known_ones() -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        from_mapping(ConnectorConfig, {"pool_size": 1, "page_size_tokens": 8, "zzz": 0}, "kv_connector_extra_config")
+    message = str(caught.value)
+    assert "kv_connector_extra_config has unknown settings pool_size, zzz" in message
+    assert "pool_size_bytes" in message
+
+
+def test_known_settings_become_the_dataclass() -> None:
+    settings = {"pool_size_bytes": "1MiB", "compile_injection": False}
+    config = from_mapping(ConnectorConfig, settings, "here")
+    assert (config.size_bytes, config.compile_injection, config.page_size_tokens) == (2**20, False, 16)
+
+
+def test_configs_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        ConnectorConfig().page_size_tokens = 3  # type: ignore[misc]
+
+
+def test_the_default_runtime_dir_is_short_and_differs_per_engine() -> None:
+    folders = {default_runtime_dir(f"engine-{i}" * 20) for i in range(50)}
+    assert len(folders) == 50
+    assert all(len(folder) + len("/residency.sock") < 107 for folder in folders)
+    assert default_runtime_dir("a") == default_runtime_dir("a")
+
+
+def test_the_data_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_DATA_HOME", "/x")
+    monkeypatch.delenv("INFERSCALE_HOME", raising=False)
+    assert default_data_dir() == Path("/x/inferscale")
+    monkeypatch.setenv("INFERSCALE_HOME", "/y")
+    assert default_data_dir() == Path("/y")
+    assert MemoryConfig().data_dir == Path("/y")

@@ -1,0 +1,456 @@
+"""Memory as its users see it: what is stored, found, refused; several threads and processes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes import WordEmbedder
+from inferscale.config import MemoryConfig
+from inferscale.errors import (
+    EmbedderMismatch,
+    EmptyText,
+    InvalidInput,
+    TextTooLong,
+    UnknownFact,
+    UnknownScope,
+)
+from inferscale.facts import Scope, Turn
+from inferscale.memory import Memory
+
+
+def open_memory(folder: Path, **options: Any) -> Memory:
+    options.setdefault("embedder", WordEmbedder())
+    return Memory(MemoryConfig(data_dir=folder), **options)
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Memory]:
+    with open_memory(tmp_path) as opened:
+        yield opened
+
+
+def texts(memory: Memory, query: str, **scope: Any) -> list[str]:
+    return [hit.fact.text for hit in memory.search(query, **scope)]
+
+
+# --- add and search ------------------------------------------------------------------------------
+
+
+def test_what_is_added_is_found(memory: Memory) -> None:
+    [dog] = memory.add("my dog is called rex", user_id="ana")
+    [car] = memory.add(
+        "the car is red", user_id="ana", speaker="Ana", said_at="8 May 2023", metadata={"n": 1}
+    )
+    assert (car.speaker, car.said_at, car.metadata, car.scope) == (
+        "Ana",
+        "8 May 2023",
+        {"n": 1},
+        Scope("ana"),
+    )
+    first, second = memory.search("what is the dog called", user_id="ana")
+    assert (first.fact, second.fact) == (dog, car)
+    assert 1 >= first.score > second.score
+    assert memory.search("car", user_id="ana", top_k=1)[0].fact == car
+    assert memory.get(dog.id) == dog
+    assert memory.get_all(user_id="ana") == [dog, car]
+    assert memory.get_all(user_id="ana", limit=1) == [dog]
+    assert memory.get_all(user_id="ana", limit=0) == []
+    assert memory.count(user_id="ana") == 2
+
+
+def test_speaker_and_time_can_be_searched(memory: Memory) -> None:
+    turns = [Turn("sounds good", "Melanie", "8 May"), Turn("sounds good", "Caroline", "9 June")]
+    memory.add(turns, user_id="ana")
+    assert memory.search("caroline", user_id="ana")[0].fact.speaker == "Caroline"
+    assert memory.search("8 may", user_id="ana")[0].fact.speaker == "Melanie"
+
+
+def test_equal_facts_come_newest_first(memory: Memory) -> None:
+    added = [memory.add("tea please", user_id="ana")[0] for _ in range(5)]
+    assert [hit.fact for hit in memory.search("tea", user_id="ana", top_k=3)] == added[:1:-1]
+
+
+def test_ten_facts_of_one_user_are_found_among_many(memory: Memory) -> None:
+    memory.add([f"the cat number {i}" for i in range(3000)], user_id="crowd")
+    memory.add([f"something else {i}" for i in range(10)], user_id="ana")
+    hits = memory.search("the cat number", user_id="ana", top_k=50)
+    assert len(hits) == 10
+    assert {hit.fact.scope.user_id for hit in hits} == {"ana"}
+
+
+def test_filters_in_all_combinations(memory: Memory) -> None:
+    triples = [t for t in itertools.product(("u", "v", None), ("a", None), ("r", None)) if any(t)]
+    for triple in triples:
+        scope = Scope(*triple)
+        memory.add(scope.describe(), user_id=triple[0], agent_id=triple[1], run_id=triple[2])
+    for triple in triples:
+        filter = Scope(*triple)
+        expected = {Scope(*other).describe() for other in triples if filter.covers(Scope(*other))}
+        ids = {"user_id": triple[0], "agent_id": triple[1], "run_id": triple[2]}
+        assert {hit.fact.text for hit in memory.search("user_id", **ids, top_k=99)} == expected
+        assert {fact.text for fact in memory.get_all(**ids)} == expected
+        assert memory.count(**ids) == len(expected)
+
+
+# --- chat messages -------------------------------------------------------------------------------
+
+
+def test_messages_are_stored_turn_by_turn(memory: Memory, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "inferscale")
+    messages = [
+        {"role": "system", "content": "You are helpful."},
+        {"role": "user", "content": "I moved to Porto", "name": "Ana", "time": "8 May 2023, 1:56 pm"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]},
+        {"role": "tool", "content": '{"weather": "rain"}', "tool_call_id": "1"},
+        {"role": "assistant", "content": "How is it?"},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "Wet, see"},
+                {"type": "image_url", "image_url": {"url": "data:"}},
+                {"type": "text", "text": "photo"},
+            ],
+        },
+        "a note",
+        Turn("a turn", "Bob", metadata={"b": 2}),
+    ]
+    facts = memory.add(messages, user_id="ana", said_at="today", metadata={"a": 1, "b": 1})
+    assert [(fact.text, fact.speaker, fact.said_at) for fact in facts] == [
+        ("I moved to Porto", "Ana", "8 May 2023, 1:56 pm"),
+        ("How is it?", "assistant", "today"),
+        ("Wet, see\nphoto", "user", "today"),
+        ("a note", None, "today"),
+        ("a turn", "Bob", "today"),
+    ]
+    assert [fact.metadata for fact in facts] == [{"a": 1, "b": 1}] * 4 + [{"a": 1, "b": 2}]
+    assert [fact.seq for fact in facts] == sorted(fact.seq for fact in facts)
+    assert "3 of 8 messages" in caplog.text
+    assert "1 assistant, 1 system, 1 tool" in caplog.text
+
+
+def test_the_speaker_argument_names_the_user(memory: Memory) -> None:
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}, "note"]
+    assert [f.speaker for f in memory.add(messages, user_id="ana", speaker="Ana")] == [
+        "Ana",
+        "assistant",
+        "Ana",
+    ]
+    assert memory.add({"role": "user", "content": "one message"}, user_id="ana")[0].speaker == "user"
+
+
+def test_a_list_without_utterances_stores_nothing(memory: Memory) -> None:
+    assert memory.add([], user_id="ana") == []
+    assert memory.add([{"role": "system", "content": "x"}], user_id="ana") == []
+    assert memory.count(user_id="ana") == 0
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [
+        ("\0a\0\0b\0", "ab"),
+        ("emoji \ud83d\ude00 in halves", "emoji 😀 in halves"),
+        ("half \ud83d left", "half \ufffd left"),
+        ("\ufeff\ude00x", "\ufeff\ufffdx"),
+        ("<|im_end|><|eot_id|>", "<|im_end|><|eot_id|>"),
+        ("  spaces\t\n kept ", "  spaces\t\n kept "),
+        ("עברית 🇵🇹 👩‍👩‍👧 ‮abc", "עברית 🇵🇹 👩‍👩‍👧 ‮abc"),
+        ("x" * 100_000, "x" * 100_000),
+    ],
+)
+def test_no_text_is_lost(memory: Memory, given: str, stored: str) -> None:
+    [fact] = memory.add(Turn(given, "s\0p", "t\ud83d"), user_id="ana")
+    assert (fact.text, fact.speaker, fact.said_at) == (stored, "sp", "t\ufffd")
+    assert memory.get(fact.id) == fact
+    assert memory.search(given, user_id="ana")[0].fact == fact
+
+
+@pytest.mark.parametrize("blank", ["", "  \n\t", "\0", " \0 ", Turn(" "), {"role": "user", "content": ""}])
+def test_blank_text_is_refused_before_anything_is_stored(memory: Memory, blank: Any) -> None:
+    with pytest.raises(EmptyText):
+        memory.add(blank, user_id="ana")
+    with pytest.raises(EmptyText, match="item 2 of 3"):
+        memory.add(["good", blank, "good"], user_id="ana")
+    assert memory.count(user_id="ana") == 0
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        7,
+        None,
+        b"bytes",
+        {"role": "user", "content": 7},
+        {"role": "user", "content": ["x"]},
+        {"role": "user", "content": [{"type": "text"}]},
+        {"role": "user", "content": "x", "name": 7},
+        {"role": "user", "content": "x", "time": 1683554160},
+        {"role": "human", "content": "x"},
+        {"content": "x"},
+        {"role": "system", "content": "x"},
+        Turn(7),  # type: ignore[arg-type]
+        Turn("x", metadata={"a": object()}),
+        Turn("x", metadata="text"),  # type: ignore[arg-type]
+    ],
+)
+def test_other_content_is_refused(memory: Memory, bad: Any) -> None:
+    with pytest.raises(InvalidInput):
+        memory.add(bad, user_id="ana")
+    if not isinstance(bad, dict) or bad.get("role") != "system":
+        with pytest.raises(InvalidInput):
+            memory.add(["good", bad], user_id="ana")
+    assert memory.count(user_id="ana") == 0
+
+
+def test_the_text_check_comes_before_storing(tmp_path: Path) -> None:
+    def check(turn: Turn) -> None:
+        if len(turn.text) > 10:
+            raise TextTooLong(f"{len(turn.text)} characters")
+
+    embedder = WordEmbedder()
+    with open_memory(tmp_path, embedder=embedder, check_text=check) as memory:
+        with pytest.raises(TextTooLong):
+            memory.add(["short", "far too long"], user_id="ana")
+        assert memory.count(user_id="ana") == embedder.num_texts == 0
+        assert memory.add("short\0\0\0\0\0\0\0", user_id="ana")[0].text == "short"
+
+
+# --- scopes and numbers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        {},
+        {"user_id": ""},
+        {"user_id": " "},
+        {"user_id": 7},
+        {"user_id": "a\0"},
+        {"user_id": "\ud83d"},
+        {"user_id": "x" * 1001},
+        {"user_id": "ana", "run_id": ""},
+    ],
+)
+def test_bad_scopes_are_refused_everywhere(memory: Memory, ids: dict[str, Any]) -> None:
+    for call in (
+        lambda: memory.add("x", **ids),
+        lambda: memory.search("x", **ids),
+        lambda: memory.get_all(**ids),
+        lambda: memory.count(**ids),
+        lambda: memory.epoch(**ids),
+    ):
+        with pytest.raises(InvalidInput):
+            call()
+
+
+@pytest.mark.parametrize("user_id", ["x" * 1000, "a/b/../c", "Ünï 🧀", "' OR 1=1 --", "%", "a b"])
+def test_ids_are_exact(memory: Memory, user_id: str) -> None:
+    memory.add("mine", user_id=user_id)
+    memory.add("other", user_id=user_id[:-1] + "?")
+    assert texts(memory, "mine", user_id=user_id) == ["mine"]
+
+
+def test_an_unknown_scope_is_an_error_that_names_nobody_else(memory: Memory) -> None:
+    memory.add("x", user_id="secret-name")
+    memory.add("x", user_id="other-secret")
+    for call in (lambda: memory.search("x", user_id="ana"), lambda: memory.get_all(user_id="ana")):
+        with pytest.raises(UnknownScope, match=r"user_id='ana'.* 2 other scopes") as raised:
+            call()
+        assert "secret" not in str(raised.value)
+    assert memory.count(user_id="ana") == memory.epoch(user_id="ana") == 0
+    [fact] = memory.add("x", user_id="ana")
+    memory.delete(fact.id)
+    with pytest.raises(UnknownScope):
+        memory.search("x", user_id="ana")
+
+
+def test_top_k(memory: Memory) -> None:
+    memory.add(["a", "b", "c"], user_id="ana")
+    assert memory.search("a", user_id="ana", top_k=0) == []
+    assert len(memory.search("a", user_id="ana", top_k=2)) == 2
+    assert len(memory.search("a", user_id="ana", top_k=10**9)) == 3
+    for bad in (-1, 1.5, True, "3"):
+        with pytest.raises(InvalidInput, match="top_k"):
+            memory.search("a", user_id="ana", top_k=bad)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="limit"):
+        memory.get_all(user_id="ana", limit=-1)
+    for blank in ("", " \0"):
+        with pytest.raises(EmptyText, match="query"):
+            memory.search(blank, user_id="ana")
+
+
+# --- delete --------------------------------------------------------------------------------------
+
+
+def test_a_deleted_fact_never_comes_back(memory: Memory, tmp_path: Path) -> None:
+    keep, gone = memory.add(["the red car", "the red dog"], user_id="ana")
+    assert texts(memory, "dog", user_id="ana")[0] == "the red dog"
+    memory.catalog.record_pass("m", keep.scope, [gone.id], [keep.id], ["key"])
+    deletion = memory.delete(gone.id)
+    assert (deletion.fact, deletion.keys, deletion.epochs) == (gone, ("key",), ((Scope("ana"), 1),))
+    assert memory.epoch(user_id="ana") == 1
+    assert memory._index is not None
+    assert gone.seq not in memory._index
+    assert texts(memory, "dog", user_id="ana") == ["the red car"]
+    for call in (lambda: memory.get(gone.id), lambda: memory.delete(gone.id)):
+        with pytest.raises(UnknownFact, match=gone.id):
+            call()
+    with open_memory(tmp_path) as again:
+        assert texts(again, "dog", user_id="ana") == ["the red car"]
+
+
+# --- several memories on one folder --------------------------------------------------------------
+
+
+def test_a_second_memory_sees_adds_and_deletions(memory: Memory, tmp_path: Path) -> None:
+    first = memory.add("the cat", user_id="ana")
+    with open_memory(tmp_path) as other:
+        assert texts(other, "cat", user_id="ana") == ["the cat"]
+        mine = memory.add("my cat", user_id="ana")
+        other.add("your cat", user_id="ana")
+        memory.add("nobody's cat", user_id="ana")
+        everything = {"the cat", "my cat", "your cat", "nobody's cat"}
+        assert (
+            set(texts(memory, "cat", user_id="ana")) == set(texts(other, "cat", user_id="ana")) == everything
+        )
+        other.delete(mine[0].id)
+        memory.delete(first[0].id)
+        everything -= {"the cat", "my cat"}
+        assert (
+            set(texts(memory, "cat", user_id="ana")) == set(texts(other, "cat", user_id="ana")) == everything
+        )
+        assert memory._index is not None
+        assert len(memory._index) == 2
+
+
+def test_searching_again_reads_no_vectors(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.add("x", user_id="ana")
+    memory.search("x", user_id="ana")
+    monkeypatch.setattr(memory.catalog, "vector_changes", lambda *_: pytest.fail("read the vectors again"))
+    assert texts(memory, "x", user_id="ana") == ["x"]
+
+
+def test_the_index_loads_in_parts(memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.add([f"fact {i}" for i in range(25)], user_id="ana")
+    with open_memory(tmp_path) as other:
+        read = other.catalog.vector_changes
+        monkeypatch.setattr(other.catalog, "vector_changes", lambda mark: read(mark, limit=10))
+        assert len(other.search("fact", user_id="ana", top_k=99)) == 25
+
+
+_OTHER_PROCESS = """
+import sys
+from fakes import WordEmbedder
+from inferscale.config import MemoryConfig
+from inferscale.memory import Memory
+folder, name, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
+with Memory(MemoryConfig(data_dir=folder), embedder=WordEmbedder()) as memory:
+    for i in range(count):
+        memory.add([f"{name} said {i}", f"and {name} again {i}"], user_id="ana")
+    if name == "otto":
+        [fact] = [fact for fact in memory.get_all(user_id="ana") if fact.text == "delete me"]
+        memory.delete(fact.id)
+    assert len(memory.search(name, user_id="ana", top_k=5)) == 5
+"""
+
+
+def test_processes_on_one_folder(memory: Memory, tmp_path: Path) -> None:
+    memory.add(["keep me", "delete me"], user_id="ana")
+    assert len(memory.search("me", user_id="ana")) == 2
+    command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path)]
+    environment = {"PYTHONPATH": ":".join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    running = [subprocess.Popen([*command, name, "15"], env=environment) for name in ("otto", "paula")]
+    for i in range(15):
+        memory.add(f"meanwhile {i}", user_id="ana")
+        memory.search("me", user_id="ana")
+    assert [process.wait(timeout=60) for process in running] == [0, 0]
+    found = [hit.fact.text for hit in memory.search("me", user_id="ana", top_k=999)]
+    assert len(found) == len(set(found)) == 1 + 15 + 2 * 30
+    assert "keep me" in found
+    assert "delete me" not in found
+    assert sum("otto" in text for text in found) == sum("paula" in text for text in found) == 30
+
+
+def test_eight_threads_add_and_search(memory: Memory) -> None:
+    for number in range(4):
+        memory.add("stays", user_id=f"user {number}")
+
+    def work(number: int) -> None:
+        user_id = f"user {number % 4}"
+        for i in range(15):
+            [fact] = memory.add(f"thing {number} {i}", user_id=user_id)
+            hits = memory.search(f"thing {number} {i}", user_id=user_id, top_k=999)
+            assert fact in [hit.fact for hit in hits]
+            assert {hit.fact.scope.user_id for hit in hits} == {user_id}
+            if i % 3 == 0:
+                memory.delete(fact.id)
+                assert fact not in [hit.fact for hit in memory.search("thing", user_id=user_id, top_k=999)]
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert [memory.count(user_id=f"user {n}") for n in range(4)] == [21] * 4
+    assert [memory.epoch(user_id=f"user {n}") for n in range(4)] == [10] * 4
+
+
+# --- embedder ------------------------------------------------------------------------------------
+
+
+def test_another_embedder_is_refused_but_facts_stay_readable(memory: Memory, tmp_path: Path) -> None:
+    [fact] = memory.add("x", user_id="ana")
+    for other in (WordEmbedder(name="other"), WordEmbedder(dim=16)):
+        with open_memory(tmp_path, embedder=other) as second:
+            assert second.get(fact.id) == fact
+            for call in (
+                lambda m=second: m.add("y", user_id="ana"),
+                lambda m=second: m.search("y", user_id="ana"),
+            ):
+                with pytest.raises(
+                    EmbedderMismatch, match=rf"'words' with 32 .*{other.name!r} with {other.dim}"
+                ):
+                    call()
+    assert memory.count(user_id="ana") == 1
+
+
+def test_the_default_embedder_is_fetched_on_first_use_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[object] = []
+
+    def ensure(progress: object) -> Path:
+        fetched.append(progress)
+        return tmp_path / "all-MiniLM-L6-v2"
+
+    monkeypatch.setattr("inferscale.models.ensure_embedder", ensure)
+    monkeypatch.setattr(
+        "inferscale.retrieval.SentenceEmbedder", lambda source, device: WordEmbedder(name=source.name)
+    )
+    with Memory(MemoryConfig(data_dir=tmp_path)) as memory:
+        assert memory.count(user_id="ana") == 0
+        assert fetched == []
+        memory.add("x", user_id="ana")
+        memory.add("y", user_id="ana")
+    assert len(fetched) == 1
+    assert fetched != [print]
+
+
+def test_importing_memory_loads_no_heavy_package() -> None:
+    code = (
+        "import sys, inferscale.memory; "
+        "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"
+    )
+    environment = {"PYTHONPATH": ":".join(filter(None, sys.path))}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"

@@ -1,0 +1,288 @@
+"""Embedders and the vector index, against plain numpy and transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fakes import WordEmbedder
+from inferscale.errors import EngineMissing, InvalidConfig, InvalidInput
+from inferscale.retrieval import Embedder, SentenceEmbedder, VectorIndex
+from inferscale.retrieval import embedder as embedder_module
+from inferscale.retrieval.index import _FIRST_CAPACITY
+
+DIM = 8
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture(autouse=True)
+def one_torch_thread() -> Iterator[None]:
+    """Tiny models gain nothing from more, and busy test machines suffer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def random_vectors(n: int, dim: int = DIM, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n, dim)).astype(np.float32)
+
+
+def best(vectors: dict[int, np.ndarray], query: np.ndarray, k: int) -> list[int]:
+    unit = query / np.linalg.norm(query)
+    return sorted(vectors, key=lambda id: (-float(vectors[id] @ unit / np.linalg.norm(vectors[id])), -id))[:k]
+
+
+# --- index ---------------------------------------------------------------------------------------
+
+
+def test_search_is_exact_across_growth() -> None:
+    count = 3 * _FIRST_CAPACITY + 5
+    vectors = random_vectors(count)
+    index = VectorIndex(DIM)
+    for start in range(0, count, 97):
+        rows = range(start, min(count, start + 97))
+        index.add(rows, [id % 3 for id in rows], vectors[start : rows.stop])
+    assert len(index) == count
+    query = random_vectors(1, seed=1)[0]
+    hits = index.search(query, 20)
+    assert [hit.id for hit in hits] == best(dict(enumerate(vectors)), query, 20)
+    cosine = vectors @ query / np.linalg.norm(vectors, axis=1) / np.linalg.norm(query)
+    np.testing.assert_allclose([hit.score for hit in hits], np.sort(cosine)[::-1][:20], atol=1e-5)
+    only = {id: vector for id, vector in enumerate(vectors) if id % 3 == 1}
+    assert [hit.id for hit in index.search(query, 20, [1])] == best(only, query, 20)
+    assert [hit.id for hit in index.search(query, 10**6, {1})] == best(only, query, count)
+    assert len(index.search(query, 10**6, {0, 1, 2, 99})) == count
+    index.add([count], [50], query[None])  # a filter that covers a small part takes another path
+    assert [tuple(hit) for hit in index.search(query, 10**6, {50, 51})] == [(count, pytest.approx(1))]
+    index.remove([count])
+    assert index.search(query, 5, []) == index.search(query, 5, [99]) == index.search(query, 0) == []
+
+
+def test_filter_comes_before_top_k() -> None:
+    index = VectorIndex(DIM)
+    query = random_vectors(1)[0]
+    index.add(range(1000), [0] * 1000, np.tile(query, (1000, 1)))
+    index.add([1000, 1001], [1, 1], np.stack([-query, query + 1]))
+    assert [hit.id for hit in index.search(query, 10, [1])] == [1001, 1000]
+
+
+def test_equal_scores_come_newest_first() -> None:
+    index = VectorIndex(DIM)
+    vectors = random_vectors(3)
+    noisy = np.tile(vectors[0], (40, 1)) * (1 + 1e-7 * np.arange(40, dtype=np.float32)[:, None])
+    index.add(range(40), [0] * 40, noisy)
+    index.add([40, 41], [0, 0], vectors[1:])
+    hits = index.search(vectors[0], 5)
+    assert [hit.id for hit in hits] == [39, 38, 37, 36, 35]
+    assert len({hit.score for hit in hits}) == 1
+    index.remove([38])
+    assert [hit.id for hit in index.search(vectors[0], 3)] == [39, 37, 36]
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data())
+def test_adding_and_removing_in_any_order(data: st.DataObject) -> None:
+    index, expected = VectorIndex(4), {}
+    for step in range(data.draw(st.integers(1, 6))):
+        added = data.draw(st.lists(st.integers(0, 30), unique=True))
+        vectors = random_vectors(len(added), 4, seed=step)
+        index.add(added, [id % 2 for id in added], vectors)
+        expected.update(zip(added, vectors, strict=True))
+        removed = data.draw(st.lists(st.integers(0, 30)))
+        assert index.remove(removed) == len(set(removed) & set(expected))
+        for id in removed:
+            expected.pop(id, None)
+        query = random_vectors(1, 4, seed=100 + step)[0]
+        assert [hit.id for hit in index.search(query, 50)] == best(expected, query, 50)
+        odd = {id: vector for id, vector in expected.items() if id % 2}
+        assert [hit.id for hit in index.search(query, 3, [1])] == best(odd, query, 3)
+        assert len(index) == len(expected)
+
+
+def test_removed_vectors_are_overwritten() -> None:
+    index = VectorIndex(DIM)
+    vectors = random_vectors(10)
+    index.add(range(10), range(10), vectors)
+    index.remove([0, 4, 9])
+    assert index._table is not None
+    assert not index._table.vectors[7:].any()
+    stored = index._table.vectors[:7].numpy()
+    unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    for id in (0, 4, 9):
+        assert not (np.abs(stored - unit[id]).max(axis=1) < 1e-6).any()
+
+
+def test_bad_vectors_change_nothing() -> None:
+    index = VectorIndex(DIM)
+    index.add([1], [0], random_vectors(1))
+    nan = random_vectors(1)
+    nan[0, 3] = np.nan
+    for ids, codes, vectors in (
+        ([1], [0], nan),
+        ([2], [0], random_vectors(1, DIM + 1)),
+        ([2, 2], [0, 0], random_vectors(2)),
+        ([2], [0, 0], random_vectors(1)),
+    ):
+        with pytest.raises(InvalidInput):
+            index.add(ids, codes, vectors)
+    with pytest.raises(InvalidInput):
+        index.search(nan[0], 1)
+    assert [hit.id for hit in index.search(random_vectors(1)[0], 9)] == [1]
+    assert 1 in index
+    assert 2 not in index
+
+
+def test_a_zero_vector_is_similar_to_nothing() -> None:
+    index = VectorIndex(DIM)
+    index.add([1, 2], [0, 0], np.stack([np.zeros(DIM, np.float32), np.ones(DIM, np.float32)]))
+    assert [tuple(hit) for hit in index.search(np.ones(DIM, np.float32), 2)][1] == (1, 0.0)
+
+
+def test_an_unknown_device_is_refused() -> None:
+    for name in ("warp", "cuda:99"):
+        with pytest.raises(InvalidConfig, match=f"embedder_device is '{name}'"):
+            VectorIndex(DIM, name).add([1], [1], random_vectors(1))
+
+
+def test_threads_share_an_index() -> None:
+    index = VectorIndex(DIM)
+
+    def work(number: int) -> None:
+        for i in range(30):
+            id = number * 100 + i
+            index.add([id], [number], random_vectors(1, seed=id))
+            assert {hit.id // 100 for hit in index.search(random_vectors(1)[0], 50, [number])} == {number}
+            if i % 2:
+                index.remove([id])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert len(index) == 8 * 15
+
+
+# --- embedders -----------------------------------------------------------------------------------
+
+WORDS = ["the", "a", "cat", "dog", "likes", "milk", "fish", "runs", "away", "from", "big", "red", "house"]
+TEXTS = [" ".join(RNG.choice(WORDS, size=int(size))) for size in RNG.integers(1, 60, size=40)]
+
+
+@pytest.fixture(scope="module")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BERT of two layers with a vocabulary of a few words."""
+    from transformers import BertConfig, BertModel, BertTokenizerFast
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-bert"
+    folder.mkdir()
+    (folder / "vocab.txt").write_text(
+        "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]) + "\n"
+    )
+    tokenizer = BertTokenizerFast(str(folder / "vocab.txt"))
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=5 + len(WORDS),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=300,
+    )
+    BertModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sentence_embedder(tiny_model: Path) -> SentenceEmbedder:
+    return SentenceEmbedder(tiny_model)
+
+
+def test_embedders_keep_the_contract(sentence_embedder: SentenceEmbedder) -> None:
+    for embedder in (sentence_embedder, WordEmbedder()):
+        assert isinstance(embedder, Embedder)
+        vectors = embedder.embed(TEXTS)
+        assert vectors.shape == (len(TEXTS), embedder.dim)
+        assert vectors.dtype == np.float32
+        np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+        assert embedder.embed([]).shape == (0, embedder.dim)
+    assert sentence_embedder.name == "tiny-bert"
+    assert sentence_embedder.dim == 32
+
+
+def test_nothing_is_loaded_before_it_is_needed() -> None:
+    embedder = SentenceEmbedder("sentence-transformers/all-MiniLM-L6-v2")
+    assert embedder.name == "all-MiniLM-L6-v2"
+    assert SentenceEmbedder("some/where", name="mine").name == "mine"
+
+
+def test_mean_pooling_over_the_mask_equals_transformers_alone(
+    sentence_embedder: SentenceEmbedder, tiny_model: Path
+) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(tiny_model)
+    network = AutoModel.from_pretrained(tiny_model).eval()
+    expected = []
+    for text in TEXTS:  # one by one: no padding anywhere
+        with torch.no_grad():
+            states = network(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+        expected.append(torch.nn.functional.normalize(states.mean(dim=0), dim=0).numpy())
+    np.testing.assert_allclose(sentence_embedder.embed(TEXTS), np.stack(expected), atol=1e-5)
+
+
+def test_a_vector_does_not_depend_on_its_batch(
+    sentence_embedder: SentenceEmbedder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together = sentence_embedder.embed(TEXTS)
+    order = RNG.permutation(len(TEXTS))
+    shuffled = sentence_embedder.embed([TEXTS[i] for i in order])
+    np.testing.assert_allclose(shuffled, together[order], atol=1e-5)
+    monkeypatch.setattr(embedder_module, "MAX_BATCH_TOKENS", 200)
+    np.testing.assert_allclose(sentence_embedder.embed(TEXTS), together, atol=1e-5)
+
+
+def test_only_the_first_256_tokens_decide(sentence_embedder: SentenceEmbedder) -> None:
+    start = " ".join(["cat"] * 254)  # and two special tokens
+    vectors = sentence_embedder.embed([start, start + " dog" * 100_000, "dog " + start])
+    np.testing.assert_allclose(vectors[1], vectors[0], atol=1e-5)
+    assert np.abs(vectors[2] - vectors[0]).max() > 1e-3
+
+
+def test_threads_share_an_embedder(sentence_embedder: SentenceEmbedder) -> None:
+    expected = sentence_embedder.embed(TEXTS)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda i: sentence_embedder.embed(TEXTS[i:]), range(8)))
+    for i, vectors in enumerate(found):
+        np.testing.assert_allclose(vectors, expected[i:], atol=1e-5)
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineMissing, match="embedder"):
+        _ = SentenceEmbedder(tmp_path).dim
+
+
+def test_loading_prints_nothing(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    SentenceEmbedder(tiny_model).embed(["cat"])
+    printed = capfd.readouterr()
+    assert (printed.out, printed.err) == ("", "")
+
+
+def test_all_minilm_knows_what_is_similar() -> None:
+    from inferscale.models import EMBEDDER, is_present, model_path
+
+    if not is_present(EMBEDDER):
+        pytest.skip("all-MiniLM-L6-v2 is not in the cache; `make setup` fetches it")
+    embedder = SentenceEmbedder(model_path(EMBEDDER))
+    assert (embedder.name, embedder.dim) == ("all-MiniLM-L6-v2", 384)
+    query, near, far = embedder.embed(
+        ["What is the name of her dog?", "My puppy is called Rex.", "The train leaves at nine."]
+    )
+    assert float(query @ near) > float(query @ far) + 0.2
