@@ -67,7 +67,7 @@ def demo(
 
 
 def _ask(llm: MemoryLLM, question: Question, top_k: int, tail: int, as_json: bool) -> dict[str, ChatResult]:
-    results = {}
+    results: dict[str, ChatResult] = {}
     if not as_json:
         click.echo(f"\nQ: {question.question}   (expected: {question.answer})")
     for mode in _MODES:
@@ -105,7 +105,8 @@ def _print_summary(questions: Sequence[Question], results: Sequence[dict[str, Ch
         answers = [result[mode] for result in results]
         right = sum(q.is_right(a.text) for q, a in zip(questions, answers, strict=True))
         click.echo(
-            f"  {_TITLES[mode]:<11} {right:2d}/{len(answers):<2d}   {median(a.ttft_ms for a in answers):8.0f} ms   "
+            f"  {_TITLES[mode]:<11} {right:2d}/{len(answers):<2d}   "
+            f"{median(a.ttft_ms for a in answers):8.0f} ms   "
             f"{median(a.num_injected_tokens for a in answers):6.0f} / "
             f"{median(a.num_prefilled_tokens for a in answers):.0f}"
         )
