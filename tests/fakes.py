@@ -5,9 +5,19 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from inferscale.catalog import Catalog
+from inferscale.config import MemoryConfig
+from inferscale.facts import Fact, Scope, Turn
+from inferscale.memory import Memory
+
+DIM = 4
+ANA = Scope(user_id="ana")
 
 
 class WordEmbedder:
@@ -27,3 +37,23 @@ class WordEmbedder:
                 vectors[row] += np.random.default_rng(seed).standard_normal(self.dim).astype(np.float32)
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
         return (vectors / np.maximum(norms, 1e-12)).astype(np.float32)
+
+
+def open_catalog(folder: Path) -> Catalog:
+    catalog = Catalog(folder)
+    catalog.record_embedder("fake", DIM)
+    return catalog
+
+
+def add(catalog: Catalog, scope: Scope, *texts: str) -> list[Fact]:
+    vectors = np.arange(len(texts) * DIM, dtype=np.float32).reshape(len(texts), DIM)
+    return catalog.add_facts(scope, [Turn(text) for text in texts], vectors)
+
+
+def ids(facts: list[Fact]) -> list[str]:
+    return [fact.id for fact in facts]
+
+
+def open_memory(folder: Path, **options: Any) -> Memory:
+    options.setdefault("embedder", WordEmbedder())
+    return Memory(MemoryConfig(data_dir=folder), **options)

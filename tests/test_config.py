@@ -75,7 +75,9 @@ def test_encoding_bounds() -> None:
 
 def test_unknown_settings_are_named_with_the_known_ones() -> None:
     with pytest.raises(InvalidConfig) as caught:
-        from_mapping(ConnectorConfig, {"pool_size": 1, "page_size_tokens": 8, "zzz": 0}, "kv_connector_extra_config")
+        from_mapping(
+            ConnectorConfig, {"pool_size": 1, "page_size_tokens": 8, "zzz": 0}, "kv_connector_extra_config"
+        )
     message = str(caught.value)
     assert "kv_connector_extra_config has unknown settings pool_size, zzz" in message
     assert "pool_size_bytes" in message

@@ -76,7 +76,16 @@ def test_a_plan_gets_an_id_of_its_own() -> None:
 
 
 def test_params_without_a_plan_are_none() -> None:
-    for params in (None, {}, {"do_remote_prefill": True}, "inferscale", [WIRE_KEY], 7, b"inferscale", object()):
+    for params in (
+        None,
+        {},
+        {"do_remote_prefill": True},
+        "inferscale",
+        [WIRE_KEY],
+        7,
+        b"inferscale",
+        object(),
+    ):
         assert from_wire(params, SECRET) is None
 
 
@@ -148,7 +157,9 @@ def nested(depth: int) -> Any:
 ASCII = st.characters(max_codepoint=127)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(ASCII, max_size=5),
-    lambda children: st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=3), children, max_size=3),
+    lambda children: (
+        st.lists(children, max_size=3) | st.dictionaries(st.text(max_size=3), children, max_size=3)
+    ),
     max_leaves=12,
 )
 
@@ -190,7 +201,10 @@ BROKEN = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.xfail(reason=BROKEN[n], strict=True) if n in BROKEN else ()) for n in HOSTILE],
+    [
+        pytest.param(n, marks=pytest.mark.xfail(reason=BROKEN[n], strict=True) if n in BROKEN else ())
+        for n in HOSTILE
+    ],
 )
 def test_hostile_bodies_are_rejected(name: str) -> None:
     params = {WIRE_KEY: HOSTILE[name]()}
@@ -242,7 +256,14 @@ def test_segment_keys_are_unique_per_model_prefix_and_boundary() -> None:
     keys = [
         segment_key(model, prefix, ids)
         for model in ("m", "m2", "")
-        for prefix, ids in [([1], [2, 3]), ([1, 2], [3]), ([], [1, 2, 3]), ([1, 2, 3], []), ([], []), ([2], [1, 3])]
+        for prefix, ids in [
+            ([1], [2, 3]),
+            ([1, 2], [3]),
+            ([], [1, 2, 3]),
+            ([1, 2, 3], []),
+            ([], []),
+            ([2], [1, 3]),
+        ]
     ]
     assert len(set(keys)) == len(keys)
     assert all(len(key) == 32 for key in keys)
@@ -250,9 +271,13 @@ def test_segment_keys_are_unique_per_model_prefix_and_boundary() -> None:
 
 
 @given(st.tuples(TEXT, st.lists(IDS, max_size=4), st.lists(IDS, max_size=4)), st.data())
-def test_segment_keys_differ_whenever_anything_differs(one: tuple[str, list[int], list[int]], data: st.DataObject) -> None:
+def test_segment_keys_differ_whenever_anything_differs(
+    one: tuple[str, list[int], list[int]], data: st.DataObject
+) -> None:
     other = data.draw(
-        st.tuples(st.just(one[0]) | TEXT, st.just(one[1]) | st.lists(IDS, max_size=4), st.lists(IDS, max_size=4))
+        st.tuples(
+            st.just(one[0]) | TEXT, st.just(one[1]) | st.lists(IDS, max_size=4), st.lists(IDS, max_size=4)
+        )
     )
     assert (segment_key(*one) == segment_key(*other)) == (one == other)
 
@@ -266,7 +291,13 @@ def test_scope_digests_are_unambiguous(one: tuple[Any, Any, Any], other: tuple[A
 
 
 def test_scope_digest_tells_none_from_text_and_fields_from_each_other() -> None:
-    scopes = [("a", None, None), (None, "a", None), (None, None, "a"), ("null", None, None), (None, None, None)]
+    scopes = [
+        ("a", None, None),
+        (None, "a", None),
+        (None, None, "a"),
+        ("null", None, None),
+        (None, None, None),
+    ]
     scopes += [("", None, None), ('a", null', None, None), ("a,b", None, None), ("a", "b", None)]
     assert len({scope_digest(*scope) for scope in scopes}) == len(scopes)
 

@@ -195,10 +195,10 @@ def rotary_from_config(
 def delta_cos_sin(deltas: Tensor, rotary: Rotary) -> CosSin:
     """cos and sin for moving keys by `deltas`: integers [n] → float32 [n, rotary_dim / 2] each.
 
-    The tokens of a segment share one delta, so each distinct value is computed once. Deltas on the
+    The tokens of a segment stand together and share one delta, so each run is computed once. Deltas on the
     CPU avoid a synchronization with the GPU.
     """
-    distinct, inverse = torch.unique(deltas, return_inverse=True)
+    distinct, inverse = torch.unique_consecutive(deltas, return_inverse=True)
     cos, sin = rotary.cos_sin(distinct)
     return CosSin(cos[inverse], sin[inverse])
 

@@ -136,7 +136,9 @@ class SymbolicWorker:
         }
         for slot, row in zip(order.slots.tolist(), order.rows.tolist(), strict=True):
             symbol = self.cache[slot]
-            assert not self.captures_are_exact or symbol in exact, f"captured {symbol}: not as a cold prefill has it"
+            assert not self.captures_are_exact or symbol in exact, (
+                f"captured {symbol}: not as a cold prefill has it"
+            )
             self.pool[row] = symbol
 
     def before_forward(self, orders: StepOrders) -> None:
@@ -199,7 +201,9 @@ def scheduled(output: Any) -> list[tuple[str, int, int]]:
     cached = output.scheduled_cached_reqs
     before = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
     before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    return [(request_id, computed, output.num_scheduled_tokens[request_id]) for request_id, computed in before]
+    return [
+        (request_id, computed, output.num_scheduled_tokens[request_id]) for request_id, computed in before
+    ]
 
 
 class SymbolicEngine:
@@ -312,13 +316,20 @@ class SymbolicEngine:
     def plan(self, **fields: Any) -> Plan:
         return Plan(**{"model": self.side.model, "scope": SCOPE, **fields})
 
-    def encode(self, request_id: str, prompt: Sequence[int], *spans: tuple[int, int], epoch: int = 0) -> Request:
+    def encode(
+        self, request_id: str, prompt: Sequence[int], *spans: tuple[int, int], epoch: int = 0
+    ) -> Request:
         """Capture spans of a prompt; the key of a span is that of its tokens alone."""
         captures = tuple(Span(key_of(prompt[start:end]), start, end) for start, end in spans)
         return self.add(request_id, prompt, self.plan(captures=captures, epoch=epoch))
 
     def chat(
-        self, request_id: str, prompt: Sequence[int], *segments: Sequence[int], max_tokens: int = 1, epoch: int = 0
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        *segments: Sequence[int],
+        max_tokens: int = 1,
+        epoch: int = 0,
     ) -> Request:
         plan = self.plan(segments=tuple(segment(ids) for ids in segments), epoch=epoch)
         return self.add(request_id, prompt, plan, max_tokens=max_tokens)
@@ -337,7 +348,9 @@ class SymbolicEngine:
     def schedule(self) -> Any:
         """One scheduling pass; the step waits in `in_flight` for `report`."""
         output = self.scheduler.schedule()
-        requests = {request_id: self.scheduler.requests[request_id] for request_id in output.num_scheduled_tokens}
+        requests = {
+            request_id: self.scheduler.requests[request_id] for request_id in output.num_scheduled_tokens
+        }
         # A chunk that does not reach the last known token samples nothing.
         sampling = {request_id for request_id, request in requests.items() if not request.is_prefill_chunk}
         self.in_flight.append((output, requests, sampling))
@@ -355,7 +368,8 @@ class SymbolicEngine:
             for request_id, computed, n in scheduled(output)
         }
         kv_output = KVConnectorOutput(
-            kv_connector_worker_meta=None if report is None else WorkerReport(report), invalid_block_ids=failed
+            kv_connector_worker_meta=None if report is None else WorkerReport(report),
+            invalid_block_ids=failed,
         )
         result = self.scheduler.update_from_output(
             output,

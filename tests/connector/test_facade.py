@@ -95,7 +95,9 @@ def test_the_allocated_blocks_cannot_be_read(engine: SymbolicEngine, monkeypatch
 
     update = engine.connector.update_state_after_alloc
     monkeypatch.setattr(
-        engine.connector, "update_state_after_alloc", lambda request, blocks, n: update(request, NoBlocks(), n)
+        engine.connector,
+        "update_state_after_alloc",
+        lambda request, blocks, n: update(request, NoBlocks(), n),
     )
     engine.chat("c", FACT + QUESTION, FACT)
     engine.add("plain", [1, 2, 3])
@@ -107,7 +109,8 @@ def test_the_allocated_blocks_cannot_be_read(engine: SymbolicEngine, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "method", ["_build_injection", "_follow_blocks", "_build_capture", "_take_broken_blocks", "take_freed_pages"]
+    "method",
+    ["_build_injection", "_follow_blocks", "_build_capture", "_take_broken_blocks", "take_freed_pages"],
 )
 def test_building_orders_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Whenever it fails: what was claimed in this step is failed, and every pin is given back."""
@@ -140,7 +143,9 @@ def test_building_orders_fails(engine: SymbolicEngine, monkeypatch: pytest.Monke
     check_nothing_left(engine)
     engine.chat("c2", FACT + QUESTION, FACT)
     engine.run()
-    assert engine.outcomes["c2"]["injected_tokens"] == 30, "the prefix cache holds nothing of the failed request"
+    assert engine.outcomes["c2"]["injected_tokens"] == 30, (
+        "the prefix cache holds nothing of the failed request"
+    )
 
 
 def test_a_request_whose_blocks_were_missed_captures_nothing_more(

@@ -82,7 +82,9 @@ def layouts(draw: st.DrawFn) -> tuple[list[Located], set[str]]:
 
 
 @given(layouts(), st.integers(0, 40), st.integers(0, 40))
-def test_leading_run_is_the_naive_walk(layout: tuple[list[Located], set[str]], computed: int, limit: int) -> None:
+def test_leading_run_is_the_naive_walk(
+    layout: tuple[list[Located], set[str]], computed: int, limit: int
+) -> None:
     located, missing = layout
     expected: list[tuple[str, int, int]] = []
     for position in range(computed, limit):
@@ -92,7 +94,9 @@ def test_leading_run_is_the_naive_walk(layout: tuple[list[Located], set[str]], c
         expected.append((owner.key, position - owner.start, position))
     run = leading_run(located, computed, limit, lambda key: key not in missing)
     tokens = [
-        (piece.key, piece.start + i, piece.position + i) for piece in run for i in range(piece.end - piece.start)
+        (piece.key, piece.start + i, piece.position + i)
+        for piece in run
+        for i in range(piece.end - piece.start)
     ]
     assert tokens == expected
     assert all(piece.end > piece.start for piece in run)

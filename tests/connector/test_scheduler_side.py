@@ -53,7 +53,9 @@ def test_capture_over_chunked_prefill(make_engine: Make, runner: str, depth: int
         orders = output.kv_connector_metadata.orders
         seen.append(0 if orders.capture is None else len(orders.capture.rows))
     engine.drain()
-    assert [n for n in seen if n] == [30, 17, 9], "a span is captured in the step that computes its last token"
+    assert [n for n in seen if n] == [30, 17, 9], (
+        "a span is captured in the step that computes its last token"
+    )
     assert seen[0] == 0
     assert engine.outcomes["e"]["captured"] == 3
     engine.check_idle()
@@ -361,7 +363,9 @@ def test_plans_of_an_older_epoch_are_prefilled(engine: SymbolicEngine) -> None:
     engine.check_idle()
 
 
-def test_what_was_forgotten_is_not_captured_by_a_request_in_flight(make_engine: Make, runner: str, depth: int) -> None:
+def test_what_was_forgotten_is_not_captured_by_a_request_in_flight(
+    make_engine: Make, runner: str, depth: int
+) -> None:
     engine = make_engine(runner=runner, depth=depth, max_batched_tokens=16)
     engine.encode("e", [3] + FACT + OTHER, (1, 31), (31, 48))
     engine.step()
@@ -501,7 +505,9 @@ def test_inputs_that_are_not_plain_text_are_not_injected(engine: SymbolicEngine,
     assert engine.side._requests["c"].reason
 
 
-@pytest.mark.parametrize("params", ["text", ["list"], {"inferscale": 5}, {"inferscale": {"v": 1}}, {"other": 1}, {}, 7])
+@pytest.mark.parametrize(
+    "params", ["text", ["list"], {"inferscale": 5}, {"inferscale": {"v": 1}}, {"other": 1}, {}, 7]
+)
 def test_foreign_params_are_harmless(engine: SymbolicEngine, params: Any) -> None:
     engine.add("c", [1, 2, 3]).kv_transfer_params = params
     engine.run()

@@ -10,7 +10,9 @@ import pytest
 from inferscale.plan import Order
 from symbolic_engine import SymbolicEngine, key_of
 
-FACTS = [list(range(100 + 20 * i, 100 + 20 * i + n)) for i, n in enumerate([1, 3, 4, 5, 9, 15, 16, 17, 18, 19])]
+FACTS = [
+    list(range(100 + 20 * i, 100 + 20 * i + n)) for i, n in enumerate([1, 3, 4, 5, 9, 15, 16, 17, 18, 19])
+]
 SYSTEM = list(range(400, 421))
 NEVER = [777, 778]
 
@@ -18,7 +20,12 @@ NEVER = [777, 778]
 @pytest.fixture
 def engine(make_engine: Callable[..., SymbolicEngine], runner: str, depth: int) -> SymbolicEngine:
     return make_engine(
-        runner=runner, depth=depth, num_blocks=24, max_batched_tokens=40, pool_pages=24, reports_without_forward=False
+        runner=runner,
+        depth=depth,
+        num_blocks=24,
+        max_batched_tokens=40,
+        pool_pages=24,
+        reports_without_forward=False,
     )
 
 
@@ -48,7 +55,9 @@ def add_something(engine: SymbolicEngine, rng: random.Random, number: int, epoch
         epochs[0] += rng.random() < 0.5
         engine.order(name, Order("forget", tuple(key_of(fact) for fact in facts), (("scope", epochs[0]),)))
     else:
-        engine.add(name, [rng.randint(1, 9) for _ in range(rng.randint(1, 70))], max_tokens=rng.randint(1, 50))
+        engine.add(
+            name, [rng.randint(1, 9) for _ in range(rng.randint(1, 70))], max_tokens=rng.randint(1, 50)
+        )
 
 
 @pytest.mark.parametrize("seed", range(6))

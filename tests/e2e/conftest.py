@@ -103,6 +103,8 @@ def author(
     seed = zlib.crc32(request.node.name.encode())
 
     def make(name: str, **options: object) -> Author:
+        if name == "smollm2":
+            options.setdefault("num_threads", 2)
         running = engine(checkpoint(name), **options)
         running.forget_everything()
         return Author(running, reference(name), seed, _words(checkpoint(name)) if name == "smollm2" else None)

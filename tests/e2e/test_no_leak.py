@@ -103,7 +103,6 @@ def test_five_hundred_random_requests(author: Callable[..., Author]) -> None:
             engine.check_table()
     engine.ask(a.text(5))  # one more step, in which the last reports have arrived
     stats = engine.stats()
-    print(num_checked, num_injected_checked, num_aborted, {k: stats[k]-before[k] for k in stats if isinstance(stats[k], int)})
     assert (stats["pins"], stats["open_steps"], stats["open_requests"]) == (0, 0, 0)
     assert stats["internal_errors"] == 0
     assert stats["captures_failed"] == 0

@@ -47,7 +47,9 @@ class PageTableMachine(RuleBasedStateMachine):
         if entry.is_dropped:
             self.freed.append(entry.num_pages)
 
-    @rule(key=st.sampled_from(KEYS), num_tokens=st.integers(1, NUM_PAGES * PAGE + 5), origin=st.integers(0, 99))
+    @rule(
+        key=st.sampled_from(KEYS), num_tokens=st.integers(1, NUM_PAGES * PAGE + 5), origin=st.integers(0, 99)
+    )
     def reserve(self, key: str, num_tokens: int, origin: int) -> None:
         if key in self.model:
             assert self.table.holds(key)

@@ -54,7 +54,9 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
                 "inject into it. Start vLLM without the connector."
             )
         if getattr(spec, "head_size_v", None) not in (None, spec.head_size):
-            raise UnsupportedLayout("Keys and values of the model have different sizes; InferScale needs one size.")
+            raise UnsupportedLayout(
+                "Keys and values of the model have different sizes; InferScale needs one size."
+            )
     size = sum(2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize for spec in per_layer)
     return CacheShape(kv_cache_config.num_blocks, group.kv_cache_spec.block_size, size)
 
@@ -78,7 +80,9 @@ def refuse_unsupported(vllm_config: Any) -> None:
     }
     for name, applies in reasons.items():
         if applies:
-            raise UnsupportedLayout(f"InferScale does not support {name}. Start vLLM without it, or without the connector.")
+            raise UnsupportedLayout(
+                f"InferScale does not support {name}. Start vLLM without it, or without the connector."
+            )
 
 
 def layer_caches(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> list[LayerCache]:

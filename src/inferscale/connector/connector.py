@@ -29,7 +29,7 @@ from inferscale.connector.residency import ResidencyServer
 from inferscale.connector.scheduler import SchedulerSide
 from inferscale.connector.secret import load_secret, open_runtime_dir
 from inferscale.connector.worker import WorkerSide
-from inferscale.errors import PoolTooLarge
+from inferscale.errors import PoolTooLarge, UnsupportedLayout
 from inferscale.plan import WIRE_KEY
 from inferscale.pool.slab import num_pages
 from inferscale.pool.table import PageTable
@@ -99,7 +99,7 @@ class InferScaleConnector(KVConnectorBase_V1):
         assert self.scheduler is not None
         try:
             return self.scheduler.num_matched_tokens(request, num_computed_tokens), False
-        except Exception:
+        except Exception:  # noqa: BLE001 — an exception here would end the engine
             self._count_error("matching", request.request_id)
             return 0, False
 
@@ -107,7 +107,7 @@ class InferScaleConnector(KVConnectorBase_V1):
         assert self.scheduler is not None
         try:
             self.scheduler.claim(request, list(blocks.get_block_ids()[0]), num_external_tokens)
-        except Exception:
+        except Exception:  # noqa: BLE001 — an exception here would end the engine
             self._count_error("claiming", request.request_id)
             if num_external_tokens:
                 self.scheduler.fail_claim(request.request_id)
@@ -116,7 +116,7 @@ class InferScaleConnector(KVConnectorBase_V1):
         assert self.scheduler is not None
         try:
             return StepMetadata(self.scheduler.build_orders(scheduler_output))
-        except Exception:
+        except Exception:  # noqa: BLE001 — an exception here would end the engine
             self._count_error("building orders", "of this step")
             return StepMetadata(self.scheduler.fail_open_claims(scheduler_output))
 
@@ -126,7 +126,7 @@ class InferScaleConnector(KVConnectorBase_V1):
             report = connector_output.kv_connector_worker_meta
             if report is not None:
                 self.scheduler.complete(report.report)
-        except Exception:
+        except Exception:  # noqa: BLE001 — an exception here would end the engine
             self._count_error("completing", "of this step")
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -134,7 +134,7 @@ class InferScaleConnector(KVConnectorBase_V1):
         try:
             outcome = self.scheduler.finish(request)
             return False, None if outcome is None else {WIRE_KEY: outcome}
-        except Exception:
+        except Exception:  # noqa: BLE001 — an exception here would end the engine
             self._count_error("finishing", request.request_id)
             return False, None
 
@@ -165,6 +165,13 @@ class InferScaleConnector(KVConnectorBase_V1):
             self._cache.block_size,
             lambda: compat.free_bytes(layers[0].cache.device),
         )
+        # Both sides count pages by this size: orders must not name rows that a worker does not have.
+        size = self.worker.slab.shape.num_elements * self.worker.dtype.itemsize
+        if size != self._cache.token_size_bytes:
+            raise UnsupportedLayout(
+                f"One token takes {size} bytes in the layers of this worker, but {self._cache.token_size_bytes} by "
+                "vLLM's cache configuration; InferScale needs the same layers on both sides."
+            )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self.worker is not None
@@ -173,7 +180,9 @@ class InferScaleConnector(KVConnectorBase_V1):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: injection is ordered before the forward pass."""
 
-    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
         """Nothing to do: capture happens once, after the forward pass."""
 
     def wait_for_save(self) -> None:

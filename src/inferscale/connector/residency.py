@@ -37,13 +37,17 @@ class ResidencyServer:
     def __init__(self, folder: Path, answer: Answer) -> None:
         self.path = folder / SOCKET_NAME
         if len(os.fsencode(self.path)) > 107:
-            raise EngineError(f"The socket path {self.path} is longer than 107 bytes; set runtime_dir to a shorter one.")
+            raise EngineError(
+                f"The socket path {self.path} is longer than 107 bytes; set runtime_dir to a shorter one."
+            )
         self.path.unlink(missing_ok=True)
         self._connections: set[socket.socket] = set()
-        handler = type("Handler", (_Handler,), {"answer": staticmethod(answer), "connections": self._connections})
+        handler = type(
+            "Handler", (_Handler,), {"answer": staticmethod(answer), "connections": self._connections}
+        )
         self._server = socketserver.ThreadingUnixStreamServer(str(self.path), handler)
         self._server.daemon_threads = True
-        os.chmod(self.path, 0o600)
+        self.path.chmod(0o600)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="inferscale-residency", daemon=True
         )
@@ -68,7 +72,9 @@ class _Handler(socketserver.StreamRequestHandler):
             for line in self.rfile:
                 try:
                     reply = self.answer(json.loads(line))
-                except Exception as error:  # the root of this thread: the caller gets the error, the engine goes on
+                except (
+                    Exception
+                ) as error:  # the root of this thread: the caller gets the error, the engine goes on
                     logger.exception("Residency request failed")
                     reply = {"error": str(error)}
                 self.wfile.write(json.dumps(reply).encode() + b"\n")
@@ -117,7 +123,9 @@ class ResidencyClient:
                 except OSError as error:
                     self._disconnect()
                     if attempt == 2:
-                        raise EngineError(f"The engine does not answer on {self._path}: {error}. Is it running?") from error
+                        raise EngineError(
+                            f"The engine does not answer on {self._path}: {error}. Is it running?"
+                        ) from error
         if "error" in reply:
             raise EngineError(f"The engine could not answer: {reply['error']}")
         return reply

@@ -245,8 +245,12 @@ class SchedulerSide:
             for piece in pieces:
                 entry = self.table.held(piece.key)
                 rows.append(self.table.rows(entry, piece.start, piece.end))
-                positions = np.arange(piece.position, piece.position + piece.end - piece.start, dtype=np.int64)
-                slots.append(blocks[positions // self.block_size] * self.block_size + positions % self.block_size)
+                positions = np.arange(
+                    piece.position, piece.position + piece.end - piece.start, dtype=np.int64
+                )
+                slots.append(
+                    blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+                )
                 shift = (piece.position - piece.start) - entry.origin
                 deltas.append(np.full(len(positions), shift, dtype=np.int64))
                 record.pins.append(piece.key)
@@ -303,7 +307,9 @@ class SchedulerSide:
                     continue
                 record.writing.append(span.key)
                 positions = np.arange(span.start, span.end, dtype=np.int64)
-                slots.append(blocks[positions // self.block_size] * self.block_size + positions % self.block_size)
+                slots.append(
+                    blocks[positions // self.block_size] * self.block_size + positions % self.block_size
+                )
                 rows.append(self.table.rows(entry, 0, entry.num_tokens))
         if not slots:
             return None

@@ -26,7 +26,9 @@ def open_runtime_dir(path: str) -> Path:
         )
     info = folder.lstat()
     if stat.S_ISLNK(info.st_mode):
-        raise EngineError(f"The runtime folder {folder} is a symbolic link; set runtime_dir to the folder itself.")
+        raise EngineError(
+            f"The runtime folder {folder} is a symbolic link; set runtime_dir to the folder itself."
+        )
     if info.st_uid != os.getuid() or stat.S_IMODE(info.st_mode) & 0o077:
         raise EngineError(
             f"The runtime folder {folder} is not private to this user (owner {info.st_uid}, mode "
@@ -50,5 +52,7 @@ def load_secret(folder: Path) -> bytes:
             draft.unlink()
     secret = path.read_bytes()
     if len(secret) != SECRET_BYTES:
-        raise EngineError(f"{path} is damaged ({len(secret)} bytes, expected {SECRET_BYTES}); remove it and start again.")
+        raise EngineError(
+            f"{path} is damaged ({len(secret)} bytes, expected {SECRET_BYTES}); remove it and start again."
+        )
     return secret

@@ -70,11 +70,15 @@ class WorkerSide:
         layouts = []
         for layer in self.layers:
             if layer.cache.dtype != self.dtype or layer.cache.device != self.device:
-                raise UnsupportedLayout("The layers' KV caches differ in dtype or device; InferScale needs one of each.")
+                raise UnsupportedLayout(
+                    "The layers' KV caches differ in dtype or device; InferScale needs one of each."
+                )
             kind = (layer.cache.shape, layer.cache.stride(), layer.num_kv_heads, layer.head_dim)
             if kind not in known:
                 layout = probe_layout(layer, num_blocks)
-                known[kind] = BlockLayout(layout.block_size, layout.block_stride, layout.offsets.to(self.device))
+                known[kind] = BlockLayout(
+                    layout.block_size, layout.block_stride, layout.offsets.to(self.device)
+                )
             check_layout(layer, known[kind])
             layouts.append(known[kind])
         return layouts

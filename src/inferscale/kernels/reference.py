@@ -57,10 +57,18 @@ def compile_gather(gather: GatherFunction, pool: torch.Tensor, half: int) -> Gat
     try:
         for n in (5, 64):
             rows = torch.arange(n, device=pool.device) % pool.shape[0]
-            angles = torch.zeros((n, half), device=pool.device)
+            # Two tensors: a guard on `cos is sin` would make the first request compile again.
+            cos, sin = torch.ones((n, half), device=pool.device), torch.zeros((n, half), device=pool.device)
             moved = torch.zeros(n, dtype=torch.bool, device=pool.device)
-            compiled(pool, rows, angles, angles, moved)
-    except Exception as error:  # torch.compile fails in many ways; the plain function is always right
+            compiled(pool, rows, cos, sin, moved)
+    except Exception as error:  # noqa: BLE001 — torch.compile fails in many ways; the plain function is always right
         logger.warning("Injection runs uncompiled, which is slower: torch.compile failed: %s", error)
         return gather
-    return compiled
+
+    def any_length(
+        pool: torch.Tensor, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_moved: torch.Tensor
+    ) -> KeysValues:
+        # torch.compile makes a program of its own for length 1, however dynamic the length is.
+        return (gather if len(rows) == 1 else compiled)(pool, rows, cos, sin, is_moved)
+
+    return any_length

@@ -34,7 +34,7 @@ _LLAMA3_SCALING = {
     "original_max_position_embeddings": 128,
 }
 
-FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "mistral", "mistral_sliding")
+FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "mistral")
 
 
 def make_checkpoint(family: str, folder: Path) -> Path:

@@ -27,6 +27,7 @@ def main(pipe: Connection, options: EngineOptions, log_path: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(dict(options.environment))
+    torch.set_num_threads(options.num_threads)  # before any parallel region; vLLM keeps it
     # vLLM compiles one small function of its sampler, which takes seconds; unneeded here.
     torch._dynamo.config.disable = not options.compile_injection
     try:

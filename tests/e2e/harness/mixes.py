@@ -148,3 +148,14 @@ class Author:
         prompts = [self.text(length) for length in lengths]
         answers = self.engine.generate([self.engine.request(ids, max_tokens=num_steps) for ids in prompts])
         return max(self.difference([ids], a, 0) for ids, a in zip(prompts, answers, strict=True))
+
+    def kv_baseline(self, lengths: Sequence[int]) -> float:
+        """The same for keys and values: the engine's pages of plain prompts beside the reference."""
+        largest = 0.0
+        for length in lengths:
+            ids = self.text(length)
+            name, running = self.engine.prefill(self.engine.request(ids))
+            pages = self.engine.paged(running.block_ids, length)
+            self.engine.abort([name])
+            largest = max(largest, largest_difference(pages, self.reference.encode(ids).numpy()))
+        return largest

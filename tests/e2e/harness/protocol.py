@@ -18,6 +18,7 @@ class EngineOptions:
 
     block_size: of the paged cache, None for vLLM's default (128 on a CPU). num_blocks: blocks of
     the paged cache. pool_tokens: capacity of the pool; 0 starts vLLM without the connector.
+    num_threads: one is fastest for the tiny models, above all where other processes run.
     """
 
     checkpoint: str
@@ -30,6 +31,7 @@ class EngineOptions:
     pool_tokens: int = 16384
     page_size_tokens: int = 16
     compile_injection: bool = False
+    num_threads: int = 1
     environment: tuple[tuple[str, str], ...] = ()
 
 

@@ -1,0 +1,115 @@
+"""What cannot be served is refused by name, from vLLM's own configuration objects."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from inferscale.connector import compat
+from inferscale.errors import UnsupportedLayout
+
+FULL = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+
+
+def vllm_config(**changes: Any) -> Any:
+    parallel = {
+        "pipeline_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+    }
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in parallel.items()}),
+        speculative_config=changes.get("speculative_config"),
+        cache_config=SimpleNamespace(cache_dtype=changes.get("cache_dtype", "auto")),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy=changes.get("policy", "fail")),
+    )
+
+
+def caches(*specs: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([f"layers.{index}.attn"], spec) for index, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=10, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def test_sizes_of_a_plain_model() -> None:
+    shape = compat.cache_shape(vllm_config(), caches(FullAttentionSpec(**FULL)))
+    assert shape == (10, 16, 2 * 2 * 8 * 2)
+
+
+def test_sizes_of_layers_that_differ() -> None:
+    specs = {"a": FullAttentionSpec(**FULL), "b": FullAttentionSpec(**{**FULL, "num_kv_heads": 3})}
+    config = caches(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
+    config.kv_cache_groups[0].layer_names = ["a", "b"]
+    assert compat.cache_shape(vllm_config(), config).token_size_bytes == 2 * 8 * 2 * (2 + 3)
+
+
+def test_sliding_window_managers_are_refused() -> None:
+    """They give a request's blocks back while it runs: a later capture would read someone else's."""
+    with pytest.raises(UnsupportedLayout, match="SlidingWindowSpec"):
+        compat.cache_shape(vllm_config(), caches(SlidingWindowSpec(**FULL, sliding_window=64)))
+
+
+def test_sliding_window_layers_in_full_caches_are_served() -> None:
+    compat.cache_shape(vllm_config(), caches(FullAttentionSpec(**FULL, sliding_window=64)))
+
+
+def test_latent_attention_is_refused() -> None:
+    with pytest.raises(UnsupportedLayout, match="MLAAttentionSpec"):
+        compat.cache_shape(vllm_config(), caches(MLAAttentionSpec(**{**FULL, "num_kv_heads": 1})))
+
+
+def test_several_groups_are_refused() -> None:
+    with pytest.raises(UnsupportedLayout, match="2 groups"):
+        compat.cache_shape(vllm_config(), caches(FullAttentionSpec(**FULL), FullAttentionSpec(**FULL)))
+
+
+def test_values_of_another_size_are_refused() -> None:
+    with pytest.raises(UnsupportedLayout, match="different sizes"):
+        compat.cache_shape(vllm_config(), caches(FullAttentionSpec(**FULL, head_size_v=4)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"cache_dtype": "fp8_e4m3"}, "KV cache dtype fp8_e4m3"),
+        ({"policy": "recompute"}, "kv_load_failure_policy='recompute'"),
+    ],
+)
+def test_what_is_not_supported_is_named(changes: dict[str, Any], name: str) -> None:
+    with pytest.raises(UnsupportedLayout, match=name):
+        compat.refuse_unsupported(vllm_config(**changes))
+
+
+def test_layers_in_order_and_shared_caches_once() -> None:
+    impl = SimpleNamespace(do_kv_cache_update=lambda *_: None)
+    names = ["layers.0", "layers.1", "layers.2"]
+    context = {
+        name: SimpleNamespace(impl=impl, num_kv_heads=2, head_size=8, kv_sharing_target_layer_name=target)
+        for name, target in zip(names, [None, "layers.0", None], strict=True)
+    }
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    tensors = {name: torch.zeros(1) for name in names}
+    assert [layer.name for layer in compat.layer_caches(config, tensors)] == ["layers.0", "layers.2"]
+
+
+def test_a_layer_without_the_portable_write_is_refused() -> None:
+    context = {"l": SimpleNamespace(impl=object(), num_kv_heads=2, head_size=8)}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
+    with pytest.raises(UnsupportedLayout, match="Layer l"):
+        compat.layer_caches(config, {"l": torch.zeros(1)})
+    with pytest.raises(UnsupportedLayout, match="no attention layer"):
+        compat.layer_caches(config, {})

@@ -1,0 +1,247 @@
+"""Worker side over fake layers: capture and injection through every layout, pieces, failures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fake_layers import LAYOUTS, flash_025
+from inferscale.config import ConnectorConfig
+from inferscale.connector import worker as worker_module
+from inferscale.connector.layout import LayerCache, flat_storage
+from inferscale.connector.messages import CaptureOrder, Injection, StepOrders
+from inferscale.connector.worker import WorkerSide
+from inferscale.errors import PoolTooLarge, UnsupportedLayout
+from inferscale.rope import Rotary, relocate
+
+BLOCKS, BLOCK, HEADS, DIM = 9, 4, 2, 6
+SLOTS = BLOCKS * BLOCK
+LAST = np.arange(SLOTS - 12, SLOTS)
+FIRST = np.arange(BLOCK, BLOCK + 12)
+
+
+def rotary(dim: int = DIM, *, part: int | None = None, interleaved: bool = False) -> Rotary:
+    part = dim if part is None else part
+    return Rotary(
+        1.0 / 100.0 ** (torch.arange(0, part, 2, dtype=torch.float64) / part), dim, part, interleaved
+    )
+
+
+def make_worker(layers: list[LayerCache], *, free: int = 2**40, **settings: Any) -> WorkerSide:
+    config = ConnectorConfig(
+        **{"pool_size_bytes": 2**16, "page_size_tokens": 4, "compile_injection": False, **settings}
+    )
+    return WorkerSide(config, layers, rotary(layers[0].head_dim), BLOCKS, BLOCK, lambda: free)
+
+
+def read(side: WorkerSide, index: int, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [n, heads, dim] that layer `index` holds at slots."""
+    layer, layout = side.layers[index], side._layouts[index]
+    rows = flat_storage(layer.cache)[layout.element_index(torch.from_numpy(slots))]
+    pairs = rows.view(len(slots), 2, layer.num_kv_heads, layer.head_dim)
+    return pairs[:, 0], pairs[:, 1]
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+def order(slots: np.ndarray, rows: np.ndarray, deltas: Any) -> tuple[CaptureOrder, Injection]:
+    return CaptureOrder(slots, rows), Injection(
+        rows, FIRST[: len(rows)], np.broadcast_to(deltas, rows.shape).copy()
+    )
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_capture_then_injection_keeps_or_relocates(name: str, dtype: torch.dtype) -> None:
+    side = make_worker([LAYOUTS[name](BLOCKS, BLOCK, HEADS, DIM, dtype) for _ in range(3)])
+    rows = np.array([5, 6, 7, 40, 41, 42, 43, 0, 1, 2, 3, 9])
+    deltas = np.array([0, 0, 0, 17, 17, 17, 17, -300, -300, -300, -300, 0])
+    originals = [tuple(part.clone() for part in read(side, index, LAST)) for index in range(3)]
+    others = [read(side, index, np.arange(BLOCK + 12, SLOTS - 12))[0].clone() for index in range(3)]
+    capture, injection = order(LAST, rows, deltas)
+    side.capture(capture)
+    side.inject(injection)
+    for index, (keys, values) in enumerate(originals):
+        found_keys, found_values = read(side, index, FIRST)
+        assert torch.equal(bits(found_values), bits(values))
+        expected = relocate(keys, torch.from_numpy(deltas), side.rotary)
+        assert torch.equal(bits(found_keys), bits(expected))
+        assert torch.equal(bits(found_keys[:3]), bits(keys[:3])), "delta 0 is bit-identical"
+        assert not torch.equal(found_keys[3:7], keys[3:7])
+        assert torch.equal(bits(read(side, index, LAST)[0]), bits(keys)), "the source is left alone"
+        assert torch.equal(read(side, index, np.arange(BLOCK + 12, SLOTS - 12))[0], others[index])
+
+
+def test_layers_of_different_shapes_and_layouts() -> None:
+    layers = [
+        LAYOUTS["flash_025"](BLOCKS, BLOCK, 2, DIM, torch.float32),
+        LAYOUTS["cpu_packed"](BLOCKS, BLOCK, 3, DIM, torch.float32),
+        LAYOUTS["shuffled"](BLOCKS, BLOCK, 1, DIM, torch.float32),
+    ]
+    side = make_worker(layers, compile_injection=True)
+    assert not side.slab.shape.is_uniform
+    originals = [tuple(part.clone() for part in read(side, index, LAST)) for index in range(3)]
+    rows = np.arange(3, 15)
+    capture, injection = order(LAST, rows, 9)
+    side.capture(capture)
+    side.inject(injection)
+    for index, (keys, values) in enumerate(originals):
+        found_keys, found_values = read(side, index, FIRST)
+        assert torch.equal(bits(found_values), bits(values))
+        torch.testing.assert_close(
+            found_keys, relocate(keys, torch.full((12,), 9), side.rotary), rtol=0, atol=1e-6
+        )
+
+
+def test_alternating_layouts_do_not_mix_their_index_maps() -> None:
+    names = ["flash_025", "cpu_packed", "flash_025", "kv_first", "cpu_packed"]
+    side = make_worker([LAYOUTS[name](BLOCKS, BLOCK, HEADS, DIM, torch.float32) for name in names])
+    originals = [read(side, index, LAST)[0].clone() for index in range(5)]
+    capture, injection = order(LAST, np.arange(12), 0)
+    side.capture(capture)
+    side.inject(injection)
+    for index in range(5):
+        assert torch.equal(read(side, index, FIRST)[0], originals[index])
+
+
+@pytest.mark.parametrize("rows_per_piece", [1, 5, 12, 100])
+def test_a_step_in_pieces(rows_per_piece: int) -> None:
+    side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
+    side._rows_per_piece = rows_per_piece
+    keys = read(side, 0, LAST)[0].clone()
+    deltas = np.arange(12) * 3
+    capture, injection = order(LAST, np.arange(20, 32), deltas)
+    side.capture(capture)
+    side.inject(injection)
+    assert torch.equal(read(side, 0, FIRST)[0], relocate(keys, torch.from_numpy(deltas), side.rotary))
+
+
+def test_the_scratch_bound_sets_the_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "SCRATCH_BYTES", 1)
+    assert make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])._rows_per_piece == 64
+    monkeypatch.setattr(worker_module, "SCRATCH_BYTES", 24 * 4 * 3 * 1000)
+    assert make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])._rows_per_piece == 1000
+
+
+# one step -------------------------------------------------------------------------------------
+
+
+def test_a_step_zeroes_then_injects_then_captures_and_reports() -> None:
+    side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
+    capture, injection = order(LAST, np.arange(12), 0)
+    side.slab.data.fill_(1)
+    side.before_forward(StepOrders(step=3, capture=capture, zero_pages=[0, 5]))
+    assert side.slab.data[:4].eq(0).all()
+    assert side.slab.data[4:20].eq(1).all()
+    assert side.slab.data[20:24].eq(0).all()
+    assert side.take_report() is None
+    side.after_forward(StepOrders(step=3, capture=capture))
+    report = side.take_report()
+    assert report is not None
+    assert (report.done, report.failed_captures) == ({3}, set())
+    assert side.take_report() is None
+    side.before_forward(StepOrders(step=4, injection=injection))
+    side.after_forward(StepOrders(step=4, injection=injection))
+    assert torch.equal(read(side, 0, FIRST)[0], read(side, 0, LAST)[0])
+    assert side.take_failed_blocks() == set()
+
+
+def test_a_step_without_work_reports_nothing() -> None:
+    side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
+    side.before_forward(StepOrders(zero_pages=[1]))
+    side.after_forward(StepOrders(zero_pages=[1]))
+    assert side.take_report() is None
+
+
+def test_a_failed_write_marks_every_block_of_the_step() -> None:
+    side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    side.layers[0].layer.impl.do_kv_cache_update = fails
+    _, injection = order(LAST, np.arange(9), 0)
+    side.before_forward(StepOrders(step=1, injection=injection, failed_blocks=[7]))
+    side.after_forward(StepOrders(step=1, injection=injection))
+    assert side.take_failed_blocks() == {1, 2, 3, 7}
+    assert side.take_failed_blocks() == set()
+    report = side.take_report()
+    assert report is not None
+    assert report.done == {1}, "the scheduler side has to release its pins"
+
+
+def test_a_failed_capture_is_reported_and_does_not_raise() -> None:
+    side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
+    outside = CaptureOrder(np.array([10**6]), np.array([0]))
+    side.after_forward(StepOrders(step=8, capture=outside))
+    report = side.take_report()
+    assert report is not None
+    assert (report.done, report.failed_captures) == ({8}, {8})
+
+
+# start-up -------------------------------------------------------------------------------------
+
+
+def test_a_pool_that_does_not_fit_says_how_much_is_free_and_what_to_set() -> None:
+    with pytest.raises(PoolTooLarge) as caught:
+        make_worker(
+            [flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)], free=3 * 2**20, pool_size_bytes="4MiB"
+        )
+    message = str(caught.value)
+    assert "pool_size_bytes is 4194304 (0.00 GiB)" in message
+    assert "3145728 bytes" in message
+    assert f"Set pool_size_bytes to at most {int(3 * 2**20 * 0.9)}" in message
+    assert "--gpu-memory-utilization" in message
+
+
+def test_the_pool_takes_whole_pages() -> None:
+    side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)], pool_size_bytes=5000)
+    assert side.slab.data.shape == (5000 // (4 * 96) * 4, 24)
+
+
+def test_layers_of_different_dtypes_are_refused() -> None:
+    layers = [
+        flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32),
+        flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.bfloat16),
+    ]
+    with pytest.raises(UnsupportedLayout, match="dtype"):
+        make_worker(layers)
+
+
+def test_every_layer_is_checked_and_not_only_the_first_of_its_kind() -> None:
+    good = flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)
+    bad = flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)
+
+    def exchanged(
+        layer: Any, keys: torch.Tensor, values: torch.Tensor, cache: torch.Tensor, slots: Any
+    ) -> None:
+        for index, slot in enumerate(slots.tolist()):
+            cache[slot // BLOCK, 1, slot % BLOCK], cache[slot // BLOCK, 0, slot % BLOCK] = (
+                keys[index],
+                values[index],
+            )
+
+    bad.layer.impl.do_kv_cache_update = exchanged
+    with pytest.raises(UnsupportedLayout, match="read back differ"):
+        make_worker([good, bad])
+
+
+def test_the_compiled_path_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without running a compiler: what `_prepare_gather` gets is what injection uses."""
+    used: list[int] = []
+
+    def fake_compile(gather: Any, pool: torch.Tensor, half: int) -> Any:
+        assert pool.shape[1:] == (1, 2, HEADS, DIM)
+        assert half == DIM // 2
+        return lambda *args: used.append(len(args[1])) or gather(*args)
+
+    monkeypatch.setattr(worker_module, "compile_gather", fake_compile)
+    side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)], compile_injection=True)
+    _, injection = order(LAST, np.arange(9), 1)
+    side.inject(injection)
+    assert used == [9]

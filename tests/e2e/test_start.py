@@ -1,0 +1,26 @@
+"""What is refused at start-up, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness.engine import EngineCache, EngineFailed
+
+pytestmark = pytest.mark.e2e
+
+
+def test_sliding_window_is_refused(checkpoint: Callable[[str], Path], engine: EngineCache) -> None:
+    with pytest.raises(EngineFailed, match=r"UnsupportedLayout: .*SlidingWindowSpec.*Start vLLM without"):
+        engine(checkpoint("mistral_sliding"))
+
+
+def test_pool_below_one_page_is_refused(checkpoint: Callable[[str], Path], engine: EngineCache) -> None:
+    with pytest.raises(EngineFailed, match="PoolTooLarge: .*Set pool_size_bytes to at least"):
+        engine(checkpoint("llama"), pool_tokens=15)
+
+
+def test_pool_above_free_memory_is_refused(checkpoint: Callable[[str], Path], engine: EngineCache) -> None:
+    with pytest.raises(EngineFailed, match="PoolTooLarge: .*Set pool_size_bytes to at most"):
+        engine(checkpoint("llama"), pool_tokens=2**40)
