@@ -18,7 +18,7 @@ from inferscale.config import ConnectorConfig, default_runtime_dir
 from inferscale.connector.residency import ResidencyClient
 from inferscale.connector.secret import load_secret, open_runtime_dir
 from inferscale.errors import EngineError, EngineMissing, InvalidConfig
-from inferscale.plan import WIRE_KEY, Order, Plan, cache_salt, to_wire
+from inferscale.plan import WIRE_KEY, Order, Plan, salt_of, to_wire
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class OfflineEngine:
         if request.plan is not None:
             plan = request.plan
             extra = {"kv_transfer_params": to_wire(plan, self.secret)}
-            prompt["cache_salt"] = cache_salt(self.secret, plan.model, plan.scope, plan.epoch)
+            prompt["cache_salt"] = salt_of(plan, self.secret)
         params = SamplingParams(
             max_tokens=request.max_tokens,
             temperature=request.temperature,

@@ -106,14 +106,22 @@ def segment_key(model: str, prefix_ids: Sequence[int], token_ids: Sequence[int])
     return digest.hexdigest()
 
 
-def cache_salt(secret: bytes, model: str, scope: str, epoch: int) -> str:
-    """Salt of vLLM's prefix cache for requests that inject or capture.
+def cache_salt(secret: bytes, model: str, scope: str, epoch: int, *, is_encoding: bool = False) -> str:
+    """Salt of vLLM's prefix cache for requests that inject (or, with `is_encoding`, that capture only).
 
     Blocks with injected KV are found again only by requests of the same scope and epoch, and
-    never by an exact request: without the secret the salt cannot be guessed.
+    never by an exact request: without the secret the salt cannot be guessed. Nor by an encode pass:
+    what it captures must have seen exactly the tokens of its pass, since its key says so.
     """
-    text = f"salt\0{ENCODER_VERSION}\0{model}\0{scope}\0{epoch}"
+    kind = "encode" if is_encoding else "salt"
+    text = f"{kind}\0{ENCODER_VERSION}\0{model}\0{scope}\0{epoch}"
     return "inferscale-" + hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()[:32]
+
+
+def salt_of(plan: Plan, secret: bytes) -> str:
+    """The salt that the request of `plan` must carry."""
+    is_encoding = bool(plan.captures) and not plan.segments
+    return cache_salt(secret, plan.model, plan.scope, plan.epoch, is_encoding=is_encoding)
 
 
 def to_wire(plan: Plan, secret: bytes) -> dict[str, Any]:

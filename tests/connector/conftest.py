@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
 from symbolic_engine import SymbolicEngine
 
 

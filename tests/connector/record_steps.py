@@ -34,7 +34,9 @@ def cached_requests(cached: Any) -> dict[str, Any]:
     return {
         "req_ids": list(cached.req_ids),
         "resumed_req_ids": sorted(cached.resumed_req_ids),
-        "new_block_ids": [None if ids is None else [list(group) for group in ids] for ids in cached.new_block_ids],
+        "new_block_ids": [
+            None if ids is None else [list(group) for group in ids] for ids in cached.new_block_ids
+        ],
         "num_computed_tokens": list(cached.num_computed_tokens),
         "num_output_tokens": list(cached.num_output_tokens),
     }
@@ -64,11 +66,15 @@ def record(runner: str) -> list[dict[str, Any]]:
     class Recording(side_class):  # type: ignore[misc, valid-type]
         def num_matched_tokens(self, request: Any, num_computed: int) -> int:
             offered = super().num_matched_tokens(request, num_computed)
-            calls.append({"call": "match", "id": request.request_id, "computed": num_computed, "offered": offered})
+            calls.append(
+                {"call": "match", "id": request.request_id, "computed": num_computed, "offered": offered}
+            )
             return offered
 
         def claim(self, request: Any, block_ids: list[int], num_external: int) -> None:
-            calls.append({"call": "claim", "id": request.request_id, "blocks": block_ids, "external": num_external})
+            calls.append(
+                {"call": "claim", "id": request.request_id, "blocks": block_ids, "external": num_external}
+            )
             super().claim(request, block_ids, num_external)
 
         def build_orders(self, output: Any) -> Any:

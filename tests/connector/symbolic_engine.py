@@ -39,7 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from inferscale.connector.connector import InferScaleConnector, WorkerReport
 from inferscale.connector.messages import CaptureOrder, StepOrders, StepReport
-from inferscale.plan import WIRE_KEY, Order, Plan, Segment, Span, cache_salt, segment_key, to_wire
+from inferscale.plan import WIRE_KEY, Order, Plan, Segment, Span, salt_of, segment_key, to_wire
 
 BLOCK_SIZE = 16
 PAGE_SIZE = 4
@@ -299,7 +299,7 @@ class SymbolicEngine:
         if plan is not None:
             params = to_wire(plan, self.side.secret)
         if salt == "plan":
-            salt = None if plan is None else cache_salt(self.side.secret, plan.model, plan.scope, plan.epoch)
+            salt = None if plan is None else salt_of(plan, self.side.secret)
         request = Request(
             request_id,
             list(prompt),

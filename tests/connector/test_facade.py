@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from symbolic_engine import SymbolicEngine, key_of
 
 from inferscale.connector.messages import StepReport
 from inferscale.plan import Order, Segment
-from symbolic_engine import SymbolicEngine, key_of
 
 Make = Callable[..., SymbolicEngine]
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from fake_layers import LAYOUTS, flash_025, layer
+
 from inferscale.connector.layout import LayerCache, check_layout, flat_storage, probe_layout, write_kv
 from inferscale.errors import UnsupportedLayout
 

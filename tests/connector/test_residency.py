@@ -262,7 +262,7 @@ def test_eight_processes_that_race_get_one_secret(folder: Path) -> None:
         for process in processes:
             process.join()
         assert len(secrets) == 1
-        assert os.listdir(path) == ["secret"], "no draft is left"
+        assert [entry.name for entry in Path(path).iterdir()] == ["secret"], "no draft is left"
 
 
 @pytest.mark.parametrize("content", [b"", b"short", b"x" * 33])
@@ -287,3 +287,15 @@ def test_latency_of_fifty_keys(
         print(
             f"\nresidency of 50 keys: median {statistics.median(times) * 1e6:.0f} µs, max {max(times) * 1e6:.0f} µs"
         )
+
+
+def test_a_burst_of_connections_is_not_refused(server: ResidencyServer, connect: Connect) -> None:
+    barrier = threading.Barrier(100)
+
+    def ask(_: int) -> bool:
+        client = connect()
+        barrier.wait()
+        return client.resident(["in"]) == [True]
+
+    with ThreadPoolExecutor(100) as pool:
+        assert all(pool.map(ask, range(100)))

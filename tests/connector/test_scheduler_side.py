@@ -10,10 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from symbolic_engine import BLOCK_SIZE, SymbolicEngine, key_of, segment
 
 from inferscale.connector.locate import Piece
 from inferscale.plan import Order, Span, cache_salt
-from symbolic_engine import BLOCK_SIZE, SymbolicEngine, key_of, segment
 
 Make = Callable[..., SymbolicEngine]
 
@@ -546,3 +546,14 @@ def test_blocks_cover_what_is_injected(engine: SymbolicEngine) -> None:
     assert orders.injection.deltas.tolist() == [-1] * 30 + [-1] * 17
     engine.drain()
     engine.run()
+
+
+def test_a_capture_does_not_attend_to_injected_blocks(engine: SymbolicEngine) -> None:
+    """The key of a span says what it attended to; blocks with relocated KV are something else."""
+    engine.encode("first", [3, 4, 5, *FACT], (3, 33))
+    engine.run()
+    engine.chat("chat", FACT + QUESTION, FACT)
+    engine.run()
+    engine.encode("second", FACT + OTHER, (30, 47))
+    engine.run()
+    assert engine.outcomes["second"]["cached_tokens"] == 0

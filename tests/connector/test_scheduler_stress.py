@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable
 
 import pytest
+from symbolic_engine import SymbolicEngine, key_of
 
 from inferscale.plan import Order
-from symbolic_engine import SymbolicEngine, key_of
 
 FACTS = [
     list(range(100 + 20 * i, 100 + 20 * i + n)) for i, n in enumerate([1, 3, 4, 5, 9, 15, 16, 17, 18, 19])

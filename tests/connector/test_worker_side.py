@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from fake_layers import LAYOUTS, flash_025
+
 from inferscale.config import ConnectorConfig
 from inferscale.connector import worker as worker_module
 from inferscale.connector.layout import LayerCache, flat_storage

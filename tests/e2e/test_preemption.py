@@ -87,17 +87,18 @@ def test_preempted_because_blocks_run_out(author: Callable[..., Author]) -> None
         pool_tokens=640,
     )  # fmt: skip
     engine = a.engine
-    facts: list[Stored] = a.store_facts([20, 33, 5, 64, 40], sliding(2, 5))
-    prompts: list[list[Part]] = [[*a.shuffled(facts), a.text(10 + i)] for i in range(4)]
+    facts: list[Stored] = a.store_facts([20, 33, 5, 64], sliding(2, 5))
+    prompts: list[list[Part]] = [[*a.shuffled(facts), a.text(10 + i)] for i in range(4)]  # 5 blocks each
     before = engine.stats()["preemptions"]
     names = [
-        engine.add(engine.request(ids_of(p), engine.plan(f"scope {i}", segments=segments_of(p)), max_tokens=40))
+        engine.add(engine.request(ids_of(p), engine.plan(f"scope {i}", segments=segments_of(p)), max_tokens=64))
         for i, p in enumerate(prompts)
     ]
     answers = finish(a, names)
     assert engine.stats()["preemptions"] > before
-    tolerance = 2 * a.baseline([172] * 2, 40)
+    assert len(engine.claims()) > 4
+    tolerance = 2 * a.baseline([132] * 2, 64)
     for name, parts in zip(names, prompts, strict=True):
-        assert a.difference(parts, answers[name], 162) <= tolerance
+        assert a.difference(parts, answers[name], 122) <= tolerance
     stats = engine.stats()
     assert (stats["pins"], stats["open_steps"], stats["open_requests"]) == (0, 0, 0)

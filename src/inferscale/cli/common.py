@@ -54,7 +54,7 @@ def memory_options(command: F) -> F:
     return click.option(
         "--data-dir",
         type=click.Path(file_okay=False, path_type=Path),
-        help=f"Where facts are stored. Default: $INFERSCALE_HOME or {_short(default_data_dir())}.",
+        help="Where facts are stored. Default: $INFERSCALE_HOME or ~/.local/share/inferscale.",
     )(command)
 
 
@@ -135,8 +135,3 @@ def hit_json(hit: SearchHit) -> Mapping[str, Any]:
 def fact_line(fact: Fact) -> str:
     source = " ".join(part for part in (fact.speaker, f"({fact.said_at})" if fact.said_at else None) if part)
     return f"{source}: {fact.text}" if source else fact.text
-
-
-def _short(path: Path) -> str:
-    home = str(Path.home())
-    return str(path).replace(home, "~", 1)

@@ -169,8 +169,8 @@ class InferScaleConnector(KVConnectorBase_V1):
         size = self.worker.slab.shape.num_elements * self.worker.dtype.itemsize
         if size != self._cache.token_size_bytes:
             raise UnsupportedLayout(
-                f"One token takes {size} bytes in the layers of this worker, but {self._cache.token_size_bytes} by "
-                "vLLM's cache configuration; InferScale needs the same layers on both sides."
+                f"One token takes {size} bytes in the layers of this worker, but {self._cache.token_size_bytes} "
+                "by vLLM's cache configuration; InferScale needs the same layers on both sides."
             )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

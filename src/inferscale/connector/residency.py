@@ -45,8 +45,7 @@ class ResidencyServer:
         handler = type(
             "Handler", (_Handler,), {"answer": staticmethod(answer), "connections": self._connections}
         )
-        self._server = socketserver.ThreadingUnixStreamServer(str(self.path), handler)
-        self._server.daemon_threads = True
+        self._server = _Server(str(self.path), handler)
         self.path.chmod(0o600)
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="inferscale-residency", daemon=True
@@ -60,6 +59,12 @@ class ResidencyServer:
             with suppress(OSError):
                 connection.shutdown(socket.SHUT_RDWR)
         self.path.unlink(missing_ok=True)
+
+
+class _Server(socketserver.ThreadingUnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 128
+    """A connection beyond the queue is refused at once (EAGAIN); the default of 5 is soon full."""
 
 
 class _Handler(socketserver.StreamRequestHandler):

@@ -27,7 +27,7 @@ import numpy as np
 from inferscale.connector.locate import Piece, Placement, leading_run, locate
 from inferscale.connector.messages import CaptureOrder, Injection, IntArray, StepOrders, StepReport
 from inferscale.errors import PlanRejected
-from inferscale.plan import Order, Plan, cache_salt, from_wire
+from inferscale.plan import Order, Plan, from_wire, salt_of
 from inferscale.pool.table import PageTable
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class SchedulerSide:
             state.reason = STALE
         elif prompt_ids is None:
             state.reason = "the prompt has no token ids"
-        elif request.cache_salt != cache_salt(self.secret, plan.model, plan.scope, plan.epoch):
+        elif request.cache_salt != salt_of(plan, self.secret):
             # Without the salt, injected blocks would be found by exact requests.
             self.counters.plans_rejected += 1
             state.reason = "the request's cache_salt is not the plan's"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.protocol import Answer, EngineFacts, EngineOptions, Request, RunningRequest
-from inferscale.plan import Plan, cache_salt, segment_key, to_wire
+from inferscale.plan import Plan, salt_of, segment_key, to_wire
 
 START_TIMEOUT_S = 180
 OPERATION_TIMEOUT_S = 180
@@ -88,7 +88,7 @@ class Engine:
         """A request with `plan` signed and salted as the front end does it."""
         request = Request(tuple(ids))
         if plan is not None:
-            salt = cache_salt(self.facts.secret, plan.model, plan.scope, plan.epoch)
+            salt = salt_of(plan, self.facts.secret)
             request = replace(request, params=to_wire(plan, self.facts.secret), salt=salt)
         return replace(request, **changes)
 

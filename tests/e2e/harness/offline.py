@@ -58,11 +58,11 @@ def main(pipe: Connection, options: OfflineOptions, log_path: str) -> None:
             name, arguments = operation
             try:
                 pipe.send((True, getattr(host, name)(*arguments)))
-            except Exception:
+            except Exception:  # noqa: BLE001 — the tests get the traceback
                 pipe.send((False, traceback.format_exc()))
     except EOFError:  # the tests are gone
         pass
-    except BaseException:
+    except BaseException:  # noqa: BLE001
         pipe.send((False, traceback.format_exc()))
     if host is not None:
         host.close()
