@@ -44,6 +44,8 @@ class Encoder:
         self.catalog = catalog
         self.prompts = prompts
         self.model = model
+        # What the catalog files encodings under: with another anchor all keys are others.
+        self.encodings_of = f"{model}+{self.head_key(prompts.anchor_ids)}"
         self.policy = policy
         self.max_tokens = max_tokens
 
@@ -57,7 +59,7 @@ class Encoder:
 
     def new_jobs(self, filter: Scope) -> list[EncodeJob]:
         """Plan and record passes for every fact under `filter` that was never encoded for this model."""
-        unencoded = self.catalog.unencoded(self.model, filter)
+        unencoded = self.catalog.unencoded(self.encodings_of, filter)
         jobs: list[EncodeJob] = []
         for scope, facts in groupby(sorted(unencoded, key=_scope_order), key=lambda fact: fact.scope):
             jobs.extend(self._plan_scope(scope, list(facts)))
@@ -94,11 +96,11 @@ class Encoder:
     def _record(self, scope: Scope, facts: Sequence[Fact], num_window: int, job: EncodeJob) -> None:
         keys = [span.key for span in job.captures[1:]]
         ids = [fact.id for fact in facts]
-        self.catalog.record_pass(self.model, scope, ids[:num_window], ids[num_window:], keys)
+        self.catalog.record_pass(self.encodings_of, scope, ids[:num_window], ids[num_window:], keys)
 
     def rebuild_jobs(self, fact_ids: Iterable[str]) -> list[EncodeJob]:
         """The recorded passes that these facts' KV comes from; one job a pass, however many of its facts."""
-        encodings = self.catalog.encodings(self.model, fact_ids)
+        encodings = self.catalog.encodings(self.encodings_of, fact_ids)
         pass_ids = dict.fromkeys(encoding.pass_id for encoding in encodings.values())
         jobs = []
         for recorded in self.catalog.passes(pass_ids).values():
@@ -127,7 +129,7 @@ class Encoder:
         """Fact id → key of its KV, for facts that were encoded for this model."""
         return {
             fact_id: encoding.key
-            for fact_id, encoding in self.catalog.encodings(self.model, fact_ids).items()
+            for fact_id, encoding in self.catalog.encodings(self.encodings_of, fact_ids).items()
         }
 
     def plan_of(self, job: EncodeJob) -> Plan:

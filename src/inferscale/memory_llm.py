@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, get_args
@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from inferscale.catalog import Deletion
 from inferscale.config import ConnectorConfig, EncodingConfig, MemoryConfig
 from inferscale.encoder import EncodeJob, Encoder
-from inferscale.errors import InvalidInput, TextTooLong, UnknownScope
+from inferscale.errors import EngineError, InvalidInput, TextTooLong, UnknownScope
 from inferscale.facts import Fact, Scope, SearchHit, Turn
 from inferscale.memory import Memory
 from inferscale.offline import Generation, GenerationRequest, OfflineEngine
@@ -207,9 +207,12 @@ class MemoryLLM:
         """The newest jobs that fit into the pool's free pages, in their order."""
         stats = self.engine.residency.stats()
         pages, size = stats["free_pages"], stats["page_size_tokens"]
+        there = self._resident(list({span.key for job in jobs for span in job.captures}))
         kept = []
         for job in reversed(jobs):
-            pages -= sum(-(-(span.end - span.start) // size) for span in job.captures)
+            new = {span.key: span.end - span.start for span in job.captures if span.key not in there}
+            pages -= sum(-(-num_tokens // size) for num_tokens in new.values())
+            there.update(new)
             if pages < 0:
                 break
             kept.append(job)
@@ -240,6 +243,8 @@ class MemoryLLM:
         """
         if mode not in get_args(Mode):
             raise InvalidInput(f"mode is {mode!r}; allowed are {', '.join(get_args(Mode))}.")
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise InvalidInput(f"max_tokens is {max_tokens!r}; allowed are whole numbers from 1.")
         start_s = time.perf_counter()
         scope = Scope() if mode == "none" else read_scope(user_id, agent_id, run_id)
         listed: list[Mapping[str, Any]]
@@ -250,11 +255,23 @@ class MemoryLLM:
                 prepared.prompt.token_ids, max_tokens, prepared.plan, temperature, sampling or {}
             )
             submitted_s = time.perf_counter()
-            generation = self.engine.generate([request])[0]
+            generation = self._generate(request)
             result = _result(mode, prepared, generation, submitted_s - start_s)
             if mode == "inject" and self.repair_after_chat and prepared.choice.missing:
                 self._repair(scope, [candidate.fact for candidate in prepared.choice.missing])
         return result
+
+    def _generate(self, request: GenerationRequest) -> Generation:
+        """Run one request; where the worker could not write its memory, once more as text."""
+        generation = self.engine.generate([request])[0]
+        if generation.finish_reason == "error" and request.plan is not None:
+            lost_s = generation.total_s
+            generation = self.engine.generate([replace(request, plan=None)])[0]
+            outcome = {"reason": "injecting its memory failed", "cached_tokens": generation.num_cached_tokens}
+            generation = replace(generation, ttft_s=lost_s + generation.ttft_s, outcome=outcome)
+        if generation.finish_reason == "error":
+            raise EngineError("The engine failed the request; its log says why.")
+        return generation
 
     def _prepare(
         self,

@@ -17,7 +17,7 @@ from typing import Any
 from inferscale.config import ConnectorConfig, default_runtime_dir
 from inferscale.connector.residency import ResidencyClient
 from inferscale.connector.secret import load_secret, open_runtime_dir
-from inferscale.errors import EngineError, EngineMissing, InvalidConfig
+from inferscale.errors import EngineError, EngineMissing, InvalidConfig, InvalidInput
 from inferscale.plan import WIRE_KEY, Order, Plan, salt_of, to_wire
 
 
@@ -68,7 +68,11 @@ class OfflineEngine:
         self.runtime_dir = open_runtime_dir(connector.runtime_dir or default_runtime_dir(engine_id))
         self.secret = load_secret(self.runtime_dir)
         settings = {**asdict(connector), "runtime_dir": str(self.runtime_dir)}
-        self.llm = _start(str(model), engine_id, settings, arguments)
+        try:
+            self.llm = _start(str(model), engine_id, settings, arguments)
+        except BaseException:
+            self._remove_runtime_dir()
+            raise
         config = self.llm.llm_engine.vllm_config
         from inferscale.connector.compat import model_fingerprint
 
@@ -79,8 +83,17 @@ class OfflineEngine:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Run requests together until all are done; results in the order given."""
+        names: dict[str, int] = {}
+        try:
+            for index, request in enumerate(requests):
+                names[self._submit(request)] = index
+            return self._run(names)
+        except BaseException:
+            self.llm.llm_engine.abort_request(list(names))  # or they would run on in the next call
+            raise
+
+    def _run(self, names: Mapping[str, int]) -> list[Generation]:
         engine = self.llm.llm_engine
-        names = {self._submit(request): index for index, request in enumerate(requests)}
         start_s = time.perf_counter()
         first_s: dict[int, float] = {}
         results: dict[int, Generation] = {}
@@ -94,11 +107,14 @@ class OfflineEngine:
                 first_s.setdefault(index, now_s)
                 if output.finished:
                     results[index] = _generation(output, first_s[index], now_s)
-        return [results[index] for index in range(len(requests))]
+        return [results[index] for index in range(len(names))]
 
     def _submit(self, request: GenerationRequest) -> str:
         from vllm import SamplingParams
 
+        taken = {"max_tokens", "temperature", "extra_args"} & set(request.sampling)
+        if taken:
+            raise InvalidInput(f"sampling has {', '.join(sorted(taken))}, which have a place of their own.")
         self._num_requests += 1
         name = f"inferscale-{self._num_requests}"
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
@@ -138,6 +154,9 @@ class OfflineEngine:
         self.llm = None
         if shutdown is not None:
             shutdown()
+        self._remove_runtime_dir()
+
+    def _remove_runtime_dir(self) -> None:
         for name in ("secret", "residency.sock"):
             (self.runtime_dir / name).unlink(missing_ok=True)
         if not any(self.runtime_dir.iterdir()):

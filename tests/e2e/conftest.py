@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from harness.checkpoints import make_checkpoint
 from harness.engine import EngineCache
 from harness.mixes import Author
 from harness.reference import Reference
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "e2e: runs stock vLLM")
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +37,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _model_of(item: pytest.Item) -> str:
-    return str(item.callspec.params.get("model", "")) if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ""
+    parameters = getattr(item, "callspec", None)
+    return "" if parameters is None else str(parameters.params.get("model", ""))
 
 
 def _words(path: Path) -> list[tuple[int, ...]]:
@@ -49,8 +47,8 @@ def _words(path: Path) -> list[tuple[int, ...]]:
 
     tokenizer = AutoTokenizer.from_pretrained(str(path))
     words = (
-        "the a of and to in that it was her his they said about after because before garden river train letter "
-        "doctor sister kitchen winter school market music window money village summer mountain . , ."
+        "the a of and to in that it was her his they said about after because before garden river train "
+        "letter doctor sister kitchen winter school market music window money village summer mountain . , ."
     )
     return [tuple(tokenizer.encode(word if word in ".," else " " + word)) for word in words.split()]
 
@@ -77,7 +75,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCache]:
 def reference(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Reference]]:
     """`reference(name)` gives the Hugging Face model of `checkpoint(name)`."""
     num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # faster for models this small
+    torch.set_num_threads(1)  # threads that wait for each other are slow where other processes run
     known: dict[str, Reference] = {}
 
     def find(name: str) -> Reference:
@@ -103,8 +101,6 @@ def author(
     seed = zlib.crc32(request.node.name.encode())
 
     def make(name: str, **options: object) -> Author:
-        if name == "smollm2":
-            options.setdefault("num_threads", 2)
         running = engine(checkpoint(name), **options)
         running.forget_everything()
         return Author(running, reference(name), seed, _words(checkpoint(name)) if name == "smollm2" else None)

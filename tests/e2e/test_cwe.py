@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+
 from harness.mixes import Author, Stored
 from harness.reference import largest_difference
 from inferscale.windows import WindowPolicy, alone, sliding, window
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.engine
 
 LENGTHS = [1, 15, 16, 17, 127, 129]
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+
 from harness.mixes import Author, Part, Stored, ids_of, segments_of
 from inferscale.windows import sliding, window
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.engine
 
 NUM_PAGES = 49
 PAGE = 16

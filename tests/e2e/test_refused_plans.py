@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from harness.mixes import Author, Part, Stored, ids_of, segments_of
 from inferscale.plan import WIRE_KEY, Order, Plan, Span, to_wire
 from inferscale.windows import alone
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.engine
 
 
 class Scene:
@@ -125,9 +126,9 @@ def test_plan_of_another_engine(scene: Scene) -> None:
     assert "signature" in scene.refused(params=to_wire(scene.plan, b"x" * 32))["rejected"]
 
 
-@pytest.mark.parametrize("params", [{WIRE_KEY: "text"}, {WIRE_KEY: None}, {WIRE_KEY: {}}, {WIRE_KEY: {"v": 1, "sig": 7}}])
-def test_params_of_another_form(scene: Scene, params: Any) -> None:
-    assert "rejected" in scene.refused(params=params)
+@pytest.mark.parametrize("body", ["text", None, {}, {"v": 1, "sig": 7}], ids=repr)
+def test_params_of_another_form(scene: Scene, body: Any) -> None:
+    assert "rejected" in scene.refused(params={WIRE_KEY: body})
 
 
 @pytest.mark.parametrize("params", [{}, {"do_remote_prefill": True}, {"other": {"v": 1}}])
@@ -137,18 +138,17 @@ def test_params_that_are_not_ours(scene: Scene, params: Any) -> None:
     assert np.array_equal(answer.logits, scene.plain)
 
 
-@pytest.mark.parametrize("changes", [{"salt": None}, {"params": "sig"}, {"plan": "model"}], ids=["salt", "sig", "model"])
-def test_refused_captures_store_nothing(scene: Scene, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("wrong", ["salt", "signature", "model"])
+def test_refused_captures_store_nothing(scene: Scene, wrong: str) -> None:
     engine = scene.engine
     ids = scene.a.text(40)
     key = engine.key((), ids)
     plan = engine.plan(captures=(Span(key, 0, 40),))
-    if "plan" in changes:
-        request = engine.request(ids, replace(plan, model="0" * 32))
-    elif "params" in changes:
-        request = engine.request(ids, plan, params=forged(plan, engine.facts.secret, sig="0" * 64))
-    else:
-        request = engine.request(ids, plan, **changes)
+    request = engine.request(ids, replace(plan, model="0" * 32) if wrong == "model" else plan)
+    if wrong == "salt":
+        request = replace(request, salt=None)
+    elif wrong == "signature":
+        request = replace(request, params=forged(plan, engine.facts.secret, sig="0" * 64))
     engine.generate([request])
     assert engine.resident([key]) == [False]
     engine.ask(ids, plan)

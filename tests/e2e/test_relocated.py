@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+
 from harness.checkpoints import FAMILIES
 from harness.mixes import Author, Part, Stored, expected_parts, ids_of, segments_of
 from harness.reference import Injected, largest_difference
 from inferscale.windows import sliding, window
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.engine
 
 NUM_STEPS = 3
 
@@ -60,7 +61,7 @@ def check(a: Author, lengths: list[int]) -> None:
         assert answer.outcome["covered_segments"] == len(stored)
         assert a.difference(parts, answer, num_injected) <= tolerance
     assert unrotated_difference(a, prompts[0]) > 1000 * tolerance
-    assert a.difference(prompts[0], answers[0], 0) > 1000 * tolerance  # text sees more than the facts' windows
+    assert a.difference(prompts[0], answers[0], 0) > 1000 * tolerance  # text sees more
 
 
 def unrotated_difference(a: Author, parts: list[Part]) -> float:
@@ -85,7 +86,8 @@ def test_every_offset_in_a_block(author: Callable[..., Author]) -> None:
     short, long, single = a.store_facts([15, 129, 1], window(2))
     heads = a.store_texts(range(1, 33))
     prompts: list[list[Part]] = [[head, long, single, short, a.text(7)] for head in heads]
-    answers = engine.generate([engine.request(ids_of(p), engine.plan(segments=segments_of(p))) for p in prompts])
+    requests = [engine.request(ids_of(p), engine.plan(segments=segments_of(p))) for p in prompts]
+    answers = engine.generate(requests)
     tolerance = 2 * a.baseline([len(ids_of(p)) for p in prompts[::4]])
     for parts, answer in zip(prompts, answers, strict=True):
         num_injected = len(ids_of(parts)) - 7

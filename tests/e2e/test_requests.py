@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+
 from harness.mixes import Author, Part, ids_of, segments_of
 from inferscale.windows import sliding
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.engine
 
 
 @pytest.mark.parametrize("num_tokens", [2, 63, 64, 65])

@@ -1,7 +1,8 @@
 """A segment that is injected where it was captured: the same bytes in the pages, the same logits.
 
 Equal means equal in every bit, also against a plain prefill: the CPU kernels compute a token's row
-in the same way whatever else is in the step.
+in the same way whatever else is prefilled in the step. (Steps of one row and of a few differ in the
+last bits, so here the decode steps that are compared hold one row each.)
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+
 from harness.checkpoints import FAMILIES
 from harness.engine import Engine
 from harness.mixes import Author, ids_of, segments_of
 from harness.protocol import FloatArray, Request
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.engine
 
 CUTS = [0, 50, 117, 300]
 

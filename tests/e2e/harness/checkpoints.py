@@ -67,7 +67,9 @@ def _build(family: str) -> Any:
     if family == "qwen3":
         return hf.Qwen3ForCausalLM(hf.Qwen3Config(**{**_SIZES, "head_dim": 64}))
     if family == "mistral":
-        return hf.MistralForCausalLM(hf.MistralConfig(**{**_SIZES, "num_key_value_heads": 4}, sliding_window=None))
+        return hf.MistralForCausalLM(
+            hf.MistralConfig(**{**_SIZES, "num_key_value_heads": 4}, sliding_window=None)
+        )
     if family == "mistral_sliding":
         return hf.MistralForCausalLM(hf.MistralConfig(**_SIZES, sliding_window=160))
     raise ValueError(f"unknown family {family!r}")

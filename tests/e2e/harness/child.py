@@ -45,7 +45,7 @@ def main(pipe: Connection, options: EngineOptions, log_path: str) -> None:
             break
         try:
             reply = (True, getattr(host, name)(*arguments))
-        except Exception:
+        except Exception:  # noqa: BLE001  (the root of this process: the tests get the traceback)
             reply = (False, traceback.format_exc())
         pipe.send(reply)
     host.close()
@@ -204,7 +204,9 @@ class EngineHost:
 
     def running(self, name: str) -> RunningRequest:
         """Where a request that `add` returned lies now. KeyError when it is gone."""
-        request = next(r for i, r in self._scheduler.requests.items() if i == name or i.startswith(name + "-"))
+        request = next(
+            r for i, r in self._scheduler.requests.items() if i == name or i.startswith(name + "-")
+        )
         blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
         return RunningRequest(tuple(blocks[0]), request.num_computed_tokens, request.status.name == "RUNNING")
 
@@ -231,7 +233,9 @@ class EngineHost:
         for block_id in block_ids:
             parts = []
             for cache in self._caches():
-                dim = next(d for d in range(2) if cache.shape[d] % num_blocks == 0 and cache.shape[d] >= num_blocks)
+                dim = next(
+                    d for d in range(2) if cache.shape[d] % num_blocks == 0 and cache.shape[d] >= num_blocks
+                )
                 ratio = cache.shape[dim] // num_blocks
                 part = cache.narrow(dim, block_id * ratio, ratio).contiguous()
                 parts.append(part.numpy().tobytes())
@@ -248,7 +252,9 @@ class EngineHost:
         layers = []
         for layer, layout in zip(self._worker.layers, self._worker._layouts, strict=True):
             rows = flat_storage(layer.cache)[layout.element_index(slots)]
-            layers.append(rows.view(num_tokens, 2, layer.num_kv_heads, layer.head_dim).transpose(0, 1).numpy())
+            layers.append(
+                rows.view(num_tokens, 2, layer.num_kv_heads, layer.head_dim).transpose(0, 1).numpy()
+            )
         return np.stack(layers)
 
     def pooled(self, key: str) -> Any:

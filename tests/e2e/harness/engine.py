@@ -54,7 +54,9 @@ class Engine:
                 raise EngineFailed(f"{name}: no answer in {timeout_s} s.\n{self._log_tail()}")
             is_good, reply = self._pipe.recv()
         except (EOFError, OSError) as error:
-            raise EngineFailed(f"{name}: the engine's process ended: {error!r}\n{self._log_tail()}") from error
+            raise EngineFailed(
+                f"{name}: the engine's process ended: {error!r}\n{self._log_tail()}"
+            ) from error
         if not is_good:
             raise EngineFailed(f"{name}:\n{reply}")
         return reply

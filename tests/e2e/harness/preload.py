@@ -19,7 +19,7 @@ import vllm.model_executor.models.mistral
 import vllm.model_executor.models.qwen2
 import vllm.model_executor.models.qwen3
 import vllm.v1.engine.core
-import vllm.v1.worker.cpu_worker
+import vllm.v1.worker.cpu_worker  # noqa: F401
 
 import inferscale.connector.connector  # noqa: F401
 

@@ -18,7 +18,7 @@ class EngineOptions:
 
     block_size: of the paged cache, None for vLLM's default (128 on a CPU). num_blocks: blocks of
     the paged cache. pool_tokens: capacity of the pool; 0 starts vLLM without the connector.
-    num_threads: one is fastest for the tiny models, above all where other processes run.
+    num_threads: more than one is slow for models this small, above all where other processes run.
     """
 
     checkpoint: str
