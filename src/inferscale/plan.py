@@ -155,11 +155,14 @@ def from_wire(params: object, secret: bytes) -> Plan | None:
         raise PlanRejected(f"the plan is a {type(body).__name__}, not an object.")
     if body.get("v") != WIRE_VERSION:
         raise PlanRejected(
-            f"the plan has wire version {body.get('v')!r}; this connector reads {WIRE_VERSION}."
+            f"the plan has wire version {_short(body.get('v'))}; this connector reads {WIRE_VERSION}."
         )
     unsigned = {name: value for name, value in body.items() if name != "sig"}
     signature = body.get("sig")
-    if not isinstance(signature, str) or not hmac.compare_digest(signature, _sign(unsigned, secret)):
+    expected = _sign(unsigned, secret).encode()
+    if not isinstance(signature, str) or not hmac.compare_digest(
+        signature.encode("utf-8", "surrogatepass"), expected
+    ):
         raise PlanRejected("the plan's signature is wrong: it was not made by this server's front end.")
     try:
         order = body["order"]
@@ -189,9 +192,14 @@ def _read_order(order: Any) -> Order:
 def _sign(body: Mapping[str, Any], secret: bytes) -> str:
     try:
         text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise PlanRejected(f"the plan cannot be signed: {error}.") from error
     return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _short(value: object) -> str:
+    """A value from outside for an error text: whole only where it is small and plain."""
+    return repr(value)[:40] if isinstance(value, int | float | str) else f"of type {type(value).__name__}"
 
 
 def _pack(ids: Sequence[int]) -> bytes:

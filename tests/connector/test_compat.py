@@ -81,6 +81,7 @@ def test_values_of_another_size_are_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
+        ({"data_parallel_size": 2}, "data parallelism"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),

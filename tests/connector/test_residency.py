@@ -285,7 +285,8 @@ def test_latency_of_fifty_keys(
         times.append(time.perf_counter() - start)
     with capsys.disabled():
         print(
-            f"\nresidency of 50 keys: median {statistics.median(times) * 1e6:.0f} µs, max {max(times) * 1e6:.0f} µs"
+            f"\nresidency of 50 keys: median {statistics.median(times) * 1e6:.0f} µs, max "
+            f"{max(times) * 1e6:.0f} µs"
         )
 
 

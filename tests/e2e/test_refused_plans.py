@@ -163,3 +163,19 @@ def test_captures_outside_the_prompt(scene: Scene, span: tuple[int, int]) -> Non
     engine.ask(ids, engine.plan(captures=captures), max_tokens=3)
     assert engine.resident(["outside", engine.key((), ids)]) == [False, True]
     assert engine.stats()["internal_errors"] == 0
+
+
+def test_scope_that_changes_during_an_encode_pass(author: Callable[..., Author]) -> None:
+    """What may just have been forgotten is not stored any more."""
+    a = author("llama", block_size=32, max_num_batched_tokens=48, max_num_seqs=16, pool_tokens=32768)
+    engine = a.engine
+    ids = a.text(200)
+    key = engine.key(ids[:100], ids[100:])
+    engine.add(engine.request(ids, engine.plan("changing", captures=(Span(key, 100, 200),))))
+    engine.step()
+    order = Order("forget", epochs=(("changing", 1),))
+    engine.generate([engine.request((5, 6), engine.plan("admin", order=order))])
+    assert not engine.has_unfinished()
+    assert engine.resident([key]) == [False]
+    engine.ask(ids, engine.plan("changing", epoch=1, captures=(Span(key, 100, 200),)))
+    assert engine.resident([key]) == [True]

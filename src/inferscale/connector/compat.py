@@ -39,7 +39,8 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise UnsupportedLayout(
-            f"The model has {len(groups)} groups of KV caches (such as sliding-window beside full attention); "
+            f"The model has {len(groups)} groups of KV caches (such as sliding-window beside full "
+            "attention); "
             "InferScale serves models with one. Start vLLM with --disable-hybrid-kv-cache-manager."
         )
     group = groups[0]
@@ -50,7 +51,8 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
         # or keep something else than keys and values.
         if type(spec).__name__ != "FullAttentionSpec":
             raise UnsupportedLayout(
-                f"The model keeps {type(spec).__name__} state, which is not full attention; InferScale cannot "
+                f"The model keeps {type(spec).__name__} state, which is not full attention; "
+                "InferScale cannot "
                 "inject into it. Start vLLM without the connector."
             )
         if getattr(spec, "head_size_v", None) not in (None, spec.head_size):
@@ -65,6 +67,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
     """Refuse, by name, what injection is not right for."""
     parallel = vllm_config.parallel_config
     reasons = {
+        "data parallelism (run one server for each replica)": getattr(parallel, "data_parallel_size", 1) > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
@@ -95,7 +98,8 @@ def layer_caches(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> lis
             continue
         if not isinstance(cache, torch.Tensor) or not hasattr(layer.impl, "do_kv_cache_update"):
             raise UnsupportedLayout(
-                f"Layer {name} ({type(layer).__name__}) has no ordinary paged KV cache; InferScale cannot inject "
+                f"Layer {name} ({type(layer).__name__}) has no ordinary paged KV cache; InferScale "
+                "cannot inject "
                 "into it. Start vLLM without the connector."
             )
         layers.append(LayerCache(name, layer, cache, layer.num_kv_heads, layer.head_size))
@@ -117,7 +121,8 @@ def model_rotary(vllm_config: Any, head_dim: int) -> Rotary:
     rotary = rotary_from_config(config, head_dim, interleaved=interleaved)
     if not modules:
         raise NotRelocatable(
-            f"vLLM built no rotary embedding with head size {head_dim} for this model, so its keys cannot be checked."
+            f"vLLM built no rotary embedding with head size {head_dim} for this model, so its keys "
+            "cannot be checked."
         )
     for module in modules:
         rotary.check_against_cache(module.cos_sin_cache, is_neox_style=bool(module.is_neox_style))

@@ -80,7 +80,8 @@ class InferScaleConnector(KVConnectorBase_V1):
         if pages == 0:
             page = self.config.page_size_tokens * self._cache.token_size_bytes
             raise PoolTooLarge(
-                f"pool_size_bytes is {self.config.size_bytes}; one page of {self.config.page_size_tokens} tokens of "
+                f"pool_size_bytes is {self.config.size_bytes}; one page of "
+                f"{self.config.page_size_tokens} tokens of "
                 f"this model needs {page} bytes. Set pool_size_bytes to at least {64 * page}."
             )
         assert self.config.runtime_dir is not None
@@ -169,7 +170,8 @@ class InferScaleConnector(KVConnectorBase_V1):
         size = self.worker.slab.shape.num_elements * self.worker.dtype.itemsize
         if size != self._cache.token_size_bytes:
             raise UnsupportedLayout(
-                f"One token takes {size} bytes in the layers of this worker, but {self._cache.token_size_bytes} "
+                f"One token takes {size} bytes in the layers of this worker, but "
+                f"{self._cache.token_size_bytes} "
                 "by vLLM's cache configuration; InferScale needs the same layers on both sides."
             )
 

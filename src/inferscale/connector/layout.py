@@ -51,7 +51,7 @@ class BlockLayout:
 
 
 def write_kv(layer: LayerCache, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-    """The portable write: vLLM's own cache update. keys, values [n, num_kv_heads, head_dim], slots int64 [n]."""
+    """The portable write, vLLM's own. keys, values [n, num_kv_heads, head_dim], slots int64 [n]."""
     layer.layer.impl.do_kv_cache_update(layer.layer, keys, values, layer.cache, slots)
 
 
@@ -144,6 +144,7 @@ def _block_dim(layer: LayerCache, num_blocks: int) -> int:
 def _explain(layer: LayerCache, what: str) -> str:
     return (
         f"The paged KV cache of layer {layer.name} has shape {tuple(layer.cache.shape)} and dtype "
-        f"{layer.cache.dtype}: {what}. InferScale cannot inject into it; start vLLM without the connector, or "
+        f"{layer.cache.dtype}: {what}. InferScale cannot inject into it; start vLLM without the "
+        "connector, or "
         "with another attention backend (--attention-backend)."
     )

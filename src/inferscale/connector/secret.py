@@ -21,7 +21,8 @@ def open_runtime_dir(path: str) -> Path:
     if above.st_uid not in (0, os.getuid()) or (above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX):
         raise EngineError(
             f"The folder {folder.parent} belongs to, or is open to, other users (owner {above.st_uid}, mode "
-            f"{stat.S_IMODE(above.st_mode):o}), who could exchange the runtime folder in it; set runtime_dir to "
+            f"{stat.S_IMODE(above.st_mode):o}), who could exchange the runtime folder in it; set "
+            "runtime_dir to "
             "a place of your own."
         )
     info = folder.lstat()
@@ -42,7 +43,7 @@ def load_secret(folder: Path) -> bytes:
     path = folder / "secret"
     draft = folder / f"secret.{os.getpid()}.{secrets.token_hex(4)}"
     if not path.exists():
-        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(secrets.token_bytes(SECRET_BYTES))
         try:
             os.link(draft, path)  # fails if another process was faster; then its secret counts

@@ -168,7 +168,7 @@ class PageTable:
         return rows
 
     def take_freed_pages(self) -> list[int]:
-        """Pages of dropped segments that were freed since the last call: the worker zeroes them."""
+        """Pages that were freed since the last call: the worker zeroes them."""
         freed, self._freed = self._freed, []
         return freed
 
@@ -189,5 +189,4 @@ class PageTable:
         self.num_resident -= entry.is_resident and not entry.is_dropped
         pages = [int(page) for page in entry.pages]
         self._free.extend(pages)
-        if entry.is_dropped:
-            self._freed.extend(pages)
+        self._freed.extend(pages)
