@@ -5,7 +5,8 @@ rotated to, and a digest of everything it attended to. So a test sees at once wh
 capture, preemption or page reuse put the wrong KV somewhere: before every "forward pass" each
 position that attention would read is compared with the request's tokens, and a captured span with
 what a cold prefill of the encode request would hold. Both shapes of scheduler output (model
-runner V1 and V2) and pipelined steps (async scheduling) run through the same code. Also runs under vLLM 0.25.1 (see `record_steps.py`).
+runner V1 and V2) and pipelined steps (async scheduling) run through the same code. Also
+runs under vLLM 0.25.1 (see `record_steps.py`).
 """
 
 from __future__ import annotations

@@ -374,8 +374,8 @@ def test_a_pool_smaller_than_the_facts(second: MemoryProcess) -> None:
     there = second.resident(facts)
     assert any(there) and not all(there)
     for _ in range(3):
-        result, sent = ask(second, "What about walk 3?", user_id="small", top_k=60)
-        assert (result.num_left_out, sent.text.count("we went for walk")) == (0, 60)
+        result, sent = ask(second, "What about walk 3?", user_id="small", top_k=40)
+        assert (result.num_left_out, sent.text.count("we went for walk")) == (0, 40)
         assert result.num_missing_tokens > 0
     stats = assert_clean(second)
     assert stats["evictions"] > 0
@@ -403,11 +403,10 @@ def test_warm_fills_a_pool_that_is_just_large_enough(second: MemoryProcess) -> N
 def test_memory_that_cannot_be_written_is_prefilled(second: MemoryProcess) -> None:
     """vLLM fails such a request; the caller gets the answer from text, and is told."""
     second.add(said("broken"), user_id="broken")
-    expected = second.chat(QUESTION, user_id="broken", mode="text", max_tokens=6)
     second.break_injection()
     result = second.chat(QUESTION, user_id="broken", max_tokens=6)
     second.mend()
-    assert result.text == expected.text
+    assert result.text == second.chat(QUESTION, user_id="broken", mode="text", max_tokens=6).text
     assert result.num_injected_tokens == 0
     assert result.num_missing_tokens > 0
     assert result.reason == "injecting its memory failed"

@@ -229,6 +229,18 @@ def test_aborted_requests_leave_nothing(a: Author) -> None:
     a.check(short, a.ask(short, scope="later"), 2 * a.baseline([102] * 4))
 
 
+def test_a_pass_does_not_attend_to_injected_blocks(a: Author) -> None:
+    """In the same scope, prefix cache on: what is captured saw the exact KV that its key names."""
+    prefix, first, second = a.text(20), a.text(64), a.text(30)
+    moved = a.store([((*prefix, *first), [(20, 84)])])[0]
+    parts: list[Part] = [moved, a.text(9)]
+    tolerance = 2 * a.baseline([103] * 4)
+    a.check(parts, a.ask(parts, scope="encode"), tolerance)  # its blocks hold KV that saw `prefix`
+    behind = a.store([((*first, *second), [(64, 94)])])[0]
+    parts = [behind, a.text(9)]
+    a.check(parts, a.ask(parts), tolerance)
+
+
 def test_capture_that_fails_on_one_rank_is_resident_on_none(a: Author) -> None:
     rank = a.engine.options.tensor_parallel_size - 1
     before = a.engine.stats()
