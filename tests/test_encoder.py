@@ -68,7 +68,7 @@ def expected_job(
 
 
 def parts(job: EncodeJob) -> tuple[tuple[int, ...], list[tuple[str, int, int]]]:
-    return job.token_ids, [tuple(span_of) for span_of in ((s.key, s.start, s.end) for s in job.captures)]  # type: ignore[misc]
+    return job.token_ids, [(span.key, span.start, span.end) for span in job.captures]
 
 
 def test_passes_of_a_conversation(catalog: Catalog, prompts: PromptBuilder) -> None:

@@ -16,6 +16,7 @@ import pytest
 from harness.engine import EngineCache
 from harness.mixes import Author, Part, Stored, ids_of, segments_of
 from harness.offline import OfflineOptions, OfflineProcess
+from harness.protocol import Answer
 from harness.reference import Reference
 from inferscale.plan import Order, Plan, Segment
 from inferscale.windows import sliding
@@ -177,7 +178,7 @@ def test_order_to_forget_drops_keys_and_stale_plans(a: Author) -> None:
     assert (a.ask([facts[0], a.text(9)], scope="bob").outcome or {})["injected_tokens"] == 20
 
 
-def ask_at(a: Author, parts: list[Part], scope: str, epoch: int):  # type: ignore[no-untyped-def]
+def ask_at(a: Author, parts: list[Part], scope: str, epoch: int) -> Answer:
     plan = Plan(a.engine.facts.model, scope, epoch, segments_of(parts))
     return a.engine.ask(ids_of(parts), plan)
 

@@ -7,6 +7,7 @@ import pickle
 import sys
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -196,6 +197,10 @@ class MemoryHost:
 
     def anchor(self) -> tuple[int, ...]:
         return self.llm.prompts.anchor_ids
+
+    def chat_in_threads(self, questions: Sequence[str], **settings: Any) -> list[Any]:
+        with ThreadPoolExecutor(len(questions)) as pool:
+            return list(pool.map(lambda question: self.llm.chat(question, **settings), questions))
 
     def break_injection(self) -> None:
         """The worker cannot inject any more."""
