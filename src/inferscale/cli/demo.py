@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from inferscale.cli.common import emit, json_option, model_options, model_path, prepare_engine, say
+from inferscale.cli.common import (
+    emit,
+    engine_args,
+    json_option,
+    model_options,
+    model_path,
+    prepare_engine,
+    say,
+)
 from inferscale.cli.engine import show_progress
 from inferscale.demo import Question, load_conversation
 
@@ -52,7 +60,7 @@ def demo(
     say(f"Starting the engine with {Path(path).name} …")
     from inferscale.memory_llm import MemoryLLM
 
-    arguments: dict[str, Any] = {"disable_log_stats": True, "max_model_len": max_model_len or 8192}
+    arguments = engine_args(max_model_len or 8192)
     with (
         tempfile.TemporaryDirectory(prefix="inferscale-demo-") as folder,
         MemoryLLM(path, MemoryConfig(folder), pool_size_bytes=pool_size, engine_args=arguments) as llm,
