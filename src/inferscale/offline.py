@@ -7,14 +7,16 @@ of its own.
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from inferscale.config import ConnectorConfig, default_runtime_dir
+from inferscale.connector.refusal import REFUSAL_NAME, read_refusal
 from inferscale.connector.residency import ResidencyClient
 from inferscale.connector.secret import load_secret, open_runtime_dir
 from inferscale.errors import EngineError, EngineMissing, InvalidConfig, InvalidInput
@@ -36,7 +38,8 @@ class GenerationRequest:
 class Generation:
     """What came back.
 
-    ttft_s: from submitting the request to its first token. outcome: the connector's account of the
+    ttft_s: from the begin of its submission (signing the plan and vLLM's input processing are part
+    of it) to its first token. outcome: the connector's account of the
     plan, see `SchedulerSide.finish`; None without a plan. num_cached_tokens: prompt tokens that the
     engine did not compute, injected ones included.
     """
@@ -50,11 +53,19 @@ class Generation:
     finish_reason: str | None
 
 
+class _Running(NamedTuple):
+    """A request's place in the results, and when its submission began."""
+
+    place: int
+    start_s: float
+
+
 class OfflineEngine:
     """A stock `vllm.LLM` with InferScale's connector.
 
-    engine_args: further arguments of `vllm.LLM`. Raises EngineMissing where vLLM is not installed;
-    whatever vLLM and the connector refuse at start-up comes out as they raise it.
+    engine_args: further arguments of `vllm.LLM`. Raises EngineMissing where vLLM is not installed, and
+    what the connector refuses at start-up (PoolTooLarge, NotRelocatable, UnsupportedLayout), also where
+    vLLM runs it in another process; what vLLM itself refuses comes out as vLLM raises it.
     """
 
     def __init__(
@@ -70,8 +81,11 @@ class OfflineEngine:
         settings = {**asdict(connector), "runtime_dir": str(self.runtime_dir)}
         try:
             self.llm = _start(str(model), engine_id, settings, arguments)
-        except BaseException:
+        except BaseException as error:
+            refusal = read_refusal(self.runtime_dir)
             self._remove_runtime_dir()
+            if refusal is not None and isinstance(error, Exception):
+                raise refusal from error
             raise
         config = self.llm.llm_engine.vllm_config
         from inferscale.connector.compat import model_fingerprint
@@ -83,30 +97,32 @@ class OfflineEngine:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Run requests together until all are done; results in the order given."""
-        names: dict[str, int] = {}
+        names: dict[str, _Running] = {}
         try:
             for index, request in enumerate(requests):
-                names[self._submit(request)] = index
+                start_s = time.perf_counter()
+                names[self._submit(request)] = _Running(index, start_s)
             return self._run(names)
         except BaseException:
             self.llm.llm_engine.abort_request(list(names))  # or they would run on in the next call
             raise
 
-    def _run(self, names: Mapping[str, int]) -> list[Generation]:
+    def _run(self, names: Mapping[str, _Running]) -> list[Generation]:
         engine = self.llm.llm_engine
-        start_s = time.perf_counter()
         first_s: dict[int, float] = {}
         results: dict[int, Generation] = {}
         while engine.has_unfinished_requests():
             outputs = engine.step()
-            now_s = time.perf_counter() - start_s
+            now_s = time.perf_counter()
             for output in outputs:
-                index = names.get(output.request_id)
-                if index is None:
+                running = names.get(output.request_id)
+                if running is None:
                     continue
-                first_s.setdefault(index, now_s)
+                first_s.setdefault(running.place, now_s - running.start_s)
                 if output.finished:
-                    results[index] = _generation(output, first_s[index], now_s)
+                    results[running.place] = _generation(
+                        output, first_s[running.place], now_s - running.start_s
+                    )
         return [results[index] for index in range(len(names))]
 
     def _submit(self, request: GenerationRequest) -> str:
@@ -157,7 +173,7 @@ class OfflineEngine:
         self._remove_runtime_dir()
 
     def _remove_runtime_dir(self) -> None:
-        for name in ("secret", "residency.sock"):
+        for name in ("secret", "residency.sock", REFUSAL_NAME):
             (self.runtime_dir / name).unlink(missing_ok=True)
         if not any(self.runtime_dir.iterdir()):
             self.runtime_dir.rmdir()
@@ -165,6 +181,8 @@ class OfflineEngine:
 
 def _start(model: str, engine_id: str, settings: dict[str, Any], arguments: dict[str, Any]) -> Any:
     try:
+        # A forked engine hangs where this process has used torch's threads, for example to embed.
+        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
         from vllm import LLM
         from vllm.config import KVTransferConfig
     except ImportError as error:

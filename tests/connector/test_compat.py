@@ -24,6 +24,7 @@ FULL = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bflo
 
 def vllm_config(**changes: Any) -> Any:
     parallel = {
+        "data_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.engine import EngineCache
+from harness.engine import EngineCache, EngineFailed
 from harness.mixes import Author, Part, Stored, ids_of, segments_of
 from harness.offline import OfflineOptions, OfflineProcess
 from harness.protocol import Answer
@@ -277,3 +277,15 @@ def test_injection_that_fails_on_one_rank_fails_the_request(a: Author) -> None:
     stats = idle(a)
     assert (stats["pins"], stats["open_steps"], stats["open_requests"]) == (0, 0, 0)
     a.check(parts, a.ask(parts), tolerance)
+
+
+def test_a_refusal_in_the_engine_process_comes_out_by_name(
+    checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """vLLM itself only says that its engine process failed; the reason must not be lost."""
+    options = OfflineOptions(str(checkpoint("llama")), pool_tokens=10**12)
+    with pytest.raises(EngineFailed) as failure:
+        OfflineProcess(options, tmp_path / "engine.log")
+    last = str(failure.value).strip().splitlines()[-1]
+    assert last.startswith("inferscale.errors.PoolTooLarge: pool_size_bytes is ")
+    assert "are free on cpu" in last

@@ -23,6 +23,7 @@ from inferscale.rope import Rotary, rotary_from_config
 logger = logging.getLogger(__name__)
 
 _SAMPLE_BYTES = 65536
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 class CacheShape(NamedTuple):
@@ -67,7 +68,7 @@ def refuse_unsupported(vllm_config: Any) -> None:
     """Refuse, by name, what injection is not right for."""
     parallel = vllm_config.parallel_config
     reasons = {
-        "data parallelism (run one server for each replica)": getattr(parallel, "data_parallel_size", 1) > 1,
+        "data parallelism (run one server for each replica)": parallel.data_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,
@@ -164,7 +165,19 @@ def model_fingerprint(vllm_config: Any) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that is free on the device now."""
+    """Memory that is free on the device now; on a CPU also within the container's limit (cgroup v2)."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return available
+    return available if limit == "max" else max(0, min(available, int(limit) - used))
+
+
+def free_bytes_per_worker(vllm_config: Any, device: torch.device) -> int:
+    """Free memory for one worker's pool: on a CPU all tensor-parallel ranks share what is free."""
+    ranks = vllm_config.parallel_config.tensor_parallel_size if device.type == "cpu" else 1
+    return free_bytes(device) // int(ranks)

@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from inferscale.config import ConnectorConfig, default_runtime_dir, from_mapping
 from inferscale.connector import compat
 from inferscale.connector.messages import StepOrders, StepReport
+from inferscale.connector.refusal import recorded
 from inferscale.connector.residency import ResidencyServer
 from inferscale.connector.scheduler import SchedulerSide
 from inferscale.connector.secret import load_secret, open_runtime_dir
@@ -35,6 +36,15 @@ from inferscale.pool.slab import num_pages
 from inferscale.pool.table import PageTable
 
 logger = logging.getLogger(__name__)
+
+
+def _share_vllm_log() -> None:
+    """Write our log where vLLM writes its own, at the same level."""
+    ours, theirs = logging.getLogger("inferscale"), logging.getLogger("vllm")
+    if not ours.handlers:
+        ours.setLevel(theirs.level)
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
 
 
 class StepMetadata(KVConnectorMetadata):
@@ -71,9 +81,13 @@ class InferScaleConnector(KVConnectorBase_V1):
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         self._server: ResidencyServer | None = None
-        self._cache = compat.cache_shape(vllm_config, kv_cache_config)
-        if role == KVConnectorRole.SCHEDULER:
-            self._start_scheduler()
+        assert self.config.runtime_dir is not None
+        self._runtime_dir = open_runtime_dir(self.config.runtime_dir)
+        _share_vllm_log()
+        with recorded(self._runtime_dir):
+            self._cache = compat.cache_shape(vllm_config, kv_cache_config)
+            if role == KVConnectorRole.SCHEDULER:
+                self._start_scheduler()
 
     def _start_scheduler(self) -> None:
         pages = num_pages(self.config.size_bytes, self.config.page_size_tokens, self._cache.token_size_bytes)
@@ -84,15 +98,13 @@ class InferScaleConnector(KVConnectorBase_V1):
                 f"{self.config.page_size_tokens} tokens of "
                 f"this model needs {page} bytes. Set pool_size_bytes to at least {64 * page}."
             )
-        assert self.config.runtime_dir is not None
-        folder = open_runtime_dir(self.config.runtime_dir)
         self.scheduler = SchedulerSide(
             PageTable(pages, self.config.page_size_tokens),
             block_size=self._cache.block_size,
             model=compat.model_fingerprint(self._vllm_config),
-            secret=load_secret(folder),
+            secret=load_secret(self._runtime_dir),
         )
-        self._server = ResidencyServer(folder, self.scheduler.answer)
+        self._server = ResidencyServer(self._runtime_dir, self.scheduler.answer)
 
     # scheduler side ---------------------------------------------------------------------------
 
@@ -157,6 +169,10 @@ class InferScaleConnector(KVConnectorBase_V1):
     # worker side ------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        with recorded(self._runtime_dir):
+            self._start_worker(kv_caches)
+
+    def _start_worker(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = compat.layer_caches(self._vllm_config, kv_caches)
         self.worker = WorkerSide(
             self.config,
@@ -164,15 +180,15 @@ class InferScaleConnector(KVConnectorBase_V1):
             compat.model_rotary(self._vllm_config, layers[0].head_dim),
             self._cache.num_blocks,
             self._cache.block_size,
-            lambda: compat.free_bytes(layers[0].cache.device),
+            lambda: compat.free_bytes_per_worker(self._vllm_config, layers[0].cache.device),
         )
         # Both sides count pages by this size: orders must not name rows that a worker does not have.
         size = self.worker.slab.shape.num_elements * self.worker.dtype.itemsize
         if size != self._cache.token_size_bytes:
             raise UnsupportedLayout(
                 f"One token takes {size} bytes in the layers of this worker, but "
-                f"{self._cache.token_size_bytes} "
-                "by vLLM's cache configuration; InferScale needs the same layers on both sides."
+                f"{self._cache.token_size_bytes} by vLLM's cache configuration; InferScale needs the "
+                "same layers on both sides."
             )
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
