@@ -80,10 +80,8 @@ def test_passes_of_a_conversation(catalog: Catalog, prompts: PromptBuilder) -> N
         expected_job(prompts, facts[4:6], facts[6:]),
     ]
     assert {job.scope for job in jobs} == {ANA}
-    assert jobs[0].num_stored_tokens == len(jobs[0].token_ids)
-    assert jobs[1].num_stored_tokens == len(prompts.anchor_ids) + sum(
-        len(prompts.fact_ids(fact)) for fact in facts[3:6]
-    )
+    assert jobs[0].num_fact_tokens == len(jobs[0].token_ids) - len(prompts.anchor_ids)
+    assert jobs[1].num_fact_tokens == sum(len(prompts.fact_ids(fact)) for fact in facts[3:6])
 
 
 def test_planned_once(catalog: Catalog, prompts: PromptBuilder) -> None:
@@ -267,3 +265,50 @@ def test_a_plan_has_the_scope_and_epoch_of_its_facts(catalog: Catalog, prompts: 
     assert (plan.captures, plan.segments, plan.order) == (job.captures, (), None)
     catalog.delete(facts[0].id)
     assert one.plan_of(job).epoch == 1
+
+
+def test_only_passes_of_wanted_facts_are_planned(catalog: Catalog, prompts: PromptBuilder) -> None:
+    facts = say(catalog, ANA, 9)
+    one = encoder(catalog, prompts)
+    assert one.new_jobs(ANA, {"unknown"}) == []
+    assert [parts(job) for job in one.new_jobs(ANA, {facts[4].id})] == [
+        expected_job(prompts, facts[1:3], facts[3:6])
+    ]
+    assert set(one.keys(fact.id for fact in facts)) == {fact.id for fact in facts[3:6]}
+    assert one.new_jobs(ANA, {facts[4].id}) == [], "it is encoded now"
+    assert len(one.new_jobs(ANA)) == 2
+
+
+def test_a_pass_whose_fact_was_deleted_meanwhile_does_not_run(
+    catalog: Catalog, prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = say(catalog, ANA, 6)
+    record = catalog.record_pass
+
+    def delete_first(*arguments: Any) -> int:
+        monkeypatch.undo()
+        catalog.delete(facts[0].id)
+        return record(*arguments)
+
+    monkeypatch.setattr(catalog, "record_pass", delete_first)
+    one = encoder(catalog, prompts)
+    [job] = one.new_jobs(ANA)
+    assert parts(job) == expected_job(prompts, facts[1:3], facts[3:6])
+    assert set(one.keys(fact.id for fact in facts)) == {fact.id for fact in facts[3:6]}
+
+
+def test_a_pass_that_gives_other_keys_now_is_filed_anew(
+    catalog: Catalog, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Facts are rendered in another way since: the catalog must know the keys that are captured."""
+    facts = say(catalog, ANA, 3)
+    one = encoder(catalog, PromptBuilder(tokenizer))
+    one.new_jobs(ANA)
+    before = one.keys(fact.id for fact in facts)
+    later = encoder(catalog, prompts := PromptBuilder(tokenizer))
+    line = prompts.fact_ids
+    monkeypatch.setattr(prompts, "fact_ids", lambda fact: (*line(fact), 1))
+    [job] = later.rebuild_jobs([facts[1].id])
+    after = later.keys(fact.id for fact in facts)
+    assert [span.key for span in job.captures[1:]] == [after[fact.id] for fact in facts]
+    assert set(after.values()).isdisjoint(before.values())

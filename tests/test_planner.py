@@ -75,10 +75,16 @@ def test_lowest_ranked_facts_are_left_out(budget: int, num_kept: int) -> None:
     assert choice.num_left_out == 3 - num_kept
 
 
-def test_nothing_ranked_below_a_fact_that_does_not_fit_is_taken() -> None:
-    candidates = [*found("a"), *found("b", num_tokens=500), *found("c")]
+def test_nothing_ranked_below_a_fact_that_does_not_fit_any_more_is_taken() -> None:
+    candidates = [*found("a"), *found("b", num_tokens=95), *found("c")]
     choice = choose(candidates, tail=0, budget_tokens=100)
     assert (len(choice.front), choice.num_left_out) == (1, 2)
+
+
+def test_a_fact_that_fits_into_no_prompt_does_not_keep_out_the_others() -> None:
+    candidates = [*found("a", num_tokens=500), *found("b", "c")]
+    choice = choose(candidates, tail=0, budget_tokens=20)
+    assert (len(choice.front), choice.num_left_out) == (2, 1)
 
 
 def test_facts_left_out_are_neither_missing_nor_in_the_tail() -> None:

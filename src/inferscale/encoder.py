@@ -8,15 +8,16 @@ nothing of vLLM: `MemoryLLM` (and the server) run the jobs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from itertools import groupby
 from typing import NamedTuple
 
 from inferscale.catalog import Catalog
+from inferscale.errors import UnknownFact
 from inferscale.facts import Fact, Scope
 from inferscale.plan import Plan, Span, scope_digest, segment_key
 from inferscale.prompt import PromptBuilder
-from inferscale.windows import WindowPolicy, plan_passes
+from inferscale.windows import EncodePass, WindowPolicy, pass_tokens, plan_passes
 
 
 class EncodeJob(NamedTuple):
@@ -27,8 +28,9 @@ class EncodeJob(NamedTuple):
     captures: tuple[Span, ...]
 
     @property
-    def num_stored_tokens(self) -> int:
-        return sum(span.end - span.start for span in self.captures)
+    def num_fact_tokens(self) -> int:
+        """Tokens of the captured facts; a system text at the start is not one."""
+        return sum(span.end - span.start for span in self.captures if span.start > 0)
 
 
 class Encoder:
@@ -57,15 +59,20 @@ class Encoder:
     def head_key(self, head_ids: Sequence[int]) -> str:
         return segment_key(self.model, (), head_ids)
 
-    def new_jobs(self, filter: Scope) -> list[EncodeJob]:
-        """Plan and record passes for every fact under `filter` that was never encoded for this model."""
+    def new_jobs(self, filter: Scope, only: Set[str] | None = None) -> list[EncodeJob]:
+        """Plan and record passes for the facts under `filter` that were never encoded for this model.
+
+        only: ids of facts; passes that capture none of them are neither recorded nor returned.
+        """
         unencoded = self.catalog.unencoded(self.encodings_of, filter)
+        if only is not None and only.isdisjoint(fact.id for fact in unencoded):
+            return []
         jobs: list[EncodeJob] = []
         for scope, facts in groupby(sorted(unencoded, key=_scope_order), key=lambda fact: fact.scope):
-            jobs.extend(self._plan_scope(scope, list(facts)))
+            jobs.extend(self._plan_scope(scope, list(facts), only))
         return jobs
 
-    def _plan_scope(self, scope: Scope, needed: list[Fact]) -> list[EncodeJob]:
+    def _plan_scope(self, scope: Scope, needed: list[Fact], only: Set[str] | None) -> list[EncodeJob]:
         before = self.catalog.neighbours_before(needed[0], self.policy.window)
         wanted = {fact.id for fact in needed}
         first, last = needed[0].seq, needed[-1].seq
@@ -88,15 +95,22 @@ class Encoder:
             # What stands between captured facts is captured too: its KV is computed anyway.
             num_window = len(encode_pass.window)
             facts = [items[index] for index in encode_pass.items]
+            if only is not None and only.isdisjoint(fact.id for fact in facts[num_window:]):
+                continue
             job = self._job(scope, facts, num_window)
-            self._record(scope, facts, num_window, job)
-            jobs.append(job)
+            if self._record(scope, facts, num_window, job):
+                jobs.append(job)
         return jobs
 
-    def _record(self, scope: Scope, facts: Sequence[Fact], num_window: int, job: EncodeJob) -> None:
+    def _record(self, scope: Scope, facts: Sequence[Fact], num_window: int, job: EncodeJob) -> bool:
+        """Store a pass; False where a fact of it was deleted meanwhile, so that it must not run."""
         keys = [span.key for span in job.captures[1:]]
         ids = [fact.id for fact in facts]
-        self.catalog.record_pass(self.encodings_of, scope, ids[:num_window], ids[num_window:], keys)
+        try:
+            self.catalog.record_pass(self.encodings_of, scope, ids[:num_window], ids[num_window:], keys)
+        except UnknownFact:
+            return False
+        return True
 
     def rebuild_jobs(self, fact_ids: Iterable[str]) -> list[EncodeJob]:
         """The recorded passes that these facts' KV comes from; one job a pass, however many of its facts."""
@@ -108,22 +122,26 @@ class Encoder:
             if len(facts) < len(recorded.fact_ids):
                 continue  # a fact was deleted meanwhile; the pass is gone or truncated now
             ordered = [facts[fact_id] for fact_id in recorded.fact_ids]
-            jobs.append(self._job(recorded.scope, ordered, recorded.num_window))
+            job = self._job(recorded.scope, ordered, recorded.num_window)
+            keys = [recorded.keys.get(fact.id) for fact in ordered[recorded.num_window :]]
+            is_same = keys == [span.key for span in job.captures[1:]]
+            # Other keys mean that facts are rendered or tokenized in another way since: file it anew.
+            if is_same or self._record(recorded.scope, ordered, recorded.num_window, job):
+                jobs.append(job)
         return jobs
 
     def _job(self, scope: Scope, facts: Sequence[Fact], num_window: int) -> EncodeJob:
         """Anchor and facts as ids; the anchor is captured as well, it opens every prompt with the default
         system text."""
         anchor = self.prompts.anchor_ids
-        token_ids = list(anchor)
+        items = range(len(facts))
+        encode_pass = EncodePass(tuple(items), tuple(items[num_window:]))
+        tokens = pass_tokens(anchor, [self.prompts.fact_ids(fact) for fact in facts], encode_pass)
         captures = [Span(self.head_key(anchor), 0, len(anchor))]
-        for index, fact in enumerate(facts):
-            ids = self.prompts.fact_ids(fact)
-            start = len(token_ids)
-            if index >= num_window:
-                captures.append(Span(segment_key(self.model, token_ids, ids), start, start + len(ids)))
-            token_ids.extend(ids)
-        return EncodeJob(scope, tuple(token_ids), tuple(captures))
+        for _, start, end in tokens.spans:
+            key = segment_key(self.model, tokens.token_ids[:start], tokens.token_ids[start:end])
+            captures.append(Span(key, start, end))
+        return EncodeJob(scope, tokens.token_ids, tuple(captures))
 
     def keys(self, fact_ids: Iterable[str]) -> dict[str, str]:
         """Fact id → key of its KV, for facts that were encoded for this model."""

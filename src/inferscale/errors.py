@@ -6,14 +6,13 @@
     │   ├── TextTooLong               more tokens than the model can encode
     │   ├── UnknownScope              a scope without any fact
     │   ├── UnknownFact               an id that names no fact
-    │   └── InvalidConfig             a setting that is unknown or out of range
+    │   └── InvalidConfig             a setting that is unknown, of a wrong type or out of range
     ├── CatalogError                  the data folder cannot be used
     │   ├── NewerCatalog              written by a newer version
     │   └── EmbedderMismatch          vectors of another embedder
-    ├── PlanRejected                  a plan whose form, signature or model is wrong
+    ├── PlanRejected                  a plan whose form, version or signature is wrong
     └── EngineError                   this model or engine cannot be served
         ├── EngineMissing             vLLM or a model is not installed
-        ├── ModelMismatch             a pool or plan made for another model
         ├── NotRelocatable            a rotary variant whose keys cannot be moved
         ├── UnsupportedLayout         a paged cache that the probe cannot read
         └── PoolTooLarge              the pool does not fit into free memory
@@ -49,7 +48,7 @@ class UnknownFact(InvalidInput):
 
 
 class InvalidConfig(InvalidInput):
-    """A setting is unknown or out of range."""
+    """A setting is unknown, of a wrong type or out of range."""
 
 
 class CatalogError(InferScaleError):
@@ -65,7 +64,10 @@ class EmbedderMismatch(CatalogError):
 
 
 class PlanRejected(InferScaleError):
-    """A plan whose form, signature, model or age is wrong. Its tokens are prefilled as text."""
+    """A plan whose form, version or signature is wrong. Its prompt is prefilled as text.
+
+    A plan for another model, or one older than its scope, is read; its outcome says why it was not used.
+    """
 
 
 class EngineError(InferScaleError):
@@ -74,10 +76,6 @@ class EngineError(InferScaleError):
 
 class EngineMissing(EngineError):
     """vLLM, or a model it should serve, is not installed."""
-
-
-class ModelMismatch(EngineError):
-    """A pool, plan or catalog entry was made for another model."""
 
 
 class NotRelocatable(EngineError):

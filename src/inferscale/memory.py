@@ -46,7 +46,7 @@ class Memory:
         self.config = config if config is not None else MemoryConfig()
         self.catalog = Catalog(self.config.data_dir)
         self._embedder = embedder
-        self._check_text = check_text
+        self.check_text = check_text
         self._lock = threading.RLock()
         self._embedder_is_recorded = False
         self._index: VectorIndex | None = None
@@ -77,9 +77,9 @@ class Memory:
         """
         scope = read_scope(user_id, agent_id, run_id)
         turns = read_turns(content, speaker, said_at, metadata)
-        if self._check_text is not None:
+        if self.check_text is not None:
             for turn in turns:
-                self._check_text(turn)
+                self.check_text(turn)
         if not turns:
             return []
         vectors = self._ready_embedder().embed([embedding_text(turn) for turn in turns])

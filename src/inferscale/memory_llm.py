@@ -12,18 +12,29 @@ connector's pool and is rebuilt when it is missing.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, get_args
 
 from inferscale.catalog import Deletion
+from inferscale.chat_result import ChatResult, Mode, PreparedChat, chat_result
 from inferscale.config import ConnectorConfig, EncodingConfig, MemoryConfig
-from inferscale.encoder import EncodeJob, Encoder
-from inferscale.errors import EngineError, InvalidInput, TextTooLong, UnknownScope
+from inferscale.encode_runner import EncodeProgress, EncodeRunner, Progress
+from inferscale.encoder import Encoder
+from inferscale.errors import (
+    EngineError,
+    EngineMissing,
+    InvalidConfig,
+    InvalidInput,
+    TextTooLong,
+    UnknownScope,
+)
 from inferscale.facts import Fact, Scope, SearchHit, Turn
 from inferscale.memory import Memory
 from inferscale.offline import Generation, GenerationRequest, OfflineEngine
@@ -31,64 +42,23 @@ from inferscale.plan import Order, Plan, Segment, scope_digest
 from inferscale.planner import Candidate, Choice, choose
 from inferscale.prompt import DEFAULT_SYSTEM, Prompt, PromptBuilder, question_of
 from inferscale.retrieval import Embedder
-from inferscale.turns import Content, read_scope, read_turns
+from inferscale.turns import Content, read_scope
 from inferscale.windows import WindowPolicy
 
-Mode = Literal["inject", "text", "none"]
+__all__ = ["ChatResult", "EncodeProgress", "MemoryLLM", "Mode", "Progress"]
+
+logger = logging.getLogger(__name__)
+
 Messages = str | Sequence[Mapping[str, Any]]
-Progress = Callable[["EncodeProgress"], None]
-
-_JOBS_AT_ONCE = 8
-
-
-class EncodeProgress(NamedTuple):
-    """How far encoding is. computed_tokens / stored_tokens is the cost of the window policy."""
-
-    done_jobs: int
-    jobs: int
-    stored_tokens: int
-    computed_tokens: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class ChatResult:
-    """An answer and what it cost.
-
-    ttft_ms: from handing the request to the engine to the first token; e2e_ttft_ms: the same from
-    the call of `chat`, so with search and planning. Prompt tokens are either injected (from the
-    pool), cached (vLLM's own prefix cache) or prefilled. num_missing_tokens: tokens of facts that
-    were prefilled because their KV was not in the pool. num_left_out: facts found that did not fit.
-    """
-
-    text: str
-    mode: Mode
-    ttft_ms: float
-    e2e_ttft_ms: float
-    num_prompt_tokens: int
-    num_injected_tokens: int
-    num_cached_tokens: int
-    num_prefilled_tokens: int
-    num_missing_tokens: int
-    num_output_tokens: int
-    num_left_out: int
-    hits: tuple[SearchHit, ...]
-    reason: str | None = None
-
-
-class _Prepared(NamedTuple):
-    prompt: Prompt
-    choice: Choice
-    hits: tuple[SearchHit, ...]
-    plan: Plan | None
 
 
 class MemoryLLM:
     """`vllm.LLM` with memory. Calls may come from several threads; the engine serves them in turn.
 
     model: a folder or hub name. memory: a folder's settings, or a `Memory` that is already open (it
-    is then not closed here). encoding: window policy. pool_size_bytes: of the KV pool.
-    repair_after_chat: encode missing facts after an answer, so that the next one finds them.
+    is then not closed here). encoding: window policy. pool_size_bytes: of the KV pool, 1 GiB if not
+    given; connector: all settings of the connector instead. repair_after_chat: once an answer is there,
+    encode the facts that had to be prefilled for it, before `chat` returns; the next one injects them.
     engine_args: further arguments of `vllm.LLM`, such as `max_model_len` or `dtype`.
     """
 
@@ -98,24 +68,26 @@ class MemoryLLM:
         memory: MemoryConfig | Memory | None = None,
         *,
         encoding: EncodingConfig | None = None,
-        pool_size_bytes: int | str = 2**30,
+        pool_size_bytes: int | str | None = None,
         embedder: Embedder | None = None,
         default_system: str = DEFAULT_SYSTEM,
         repair_after_chat: bool = True,
         engine_args: Mapping[str, Any] | None = None,
         connector: ConnectorConfig | None = None,
     ) -> None:
-        from transformers import AutoTokenizer
-
         encoding = encoding or EncodingConfig()
-        tokenizer = AutoTokenizer.from_pretrained(str(model))
-        self.prompts = PromptBuilder(tokenizer, default_system=default_system)
+        if connector is None:
+            connector = ConnectorConfig()
+            if pool_size_bytes is not None:
+                connector = replace(connector, pool_size_bytes=pool_size_bytes)
+        elif pool_size_bytes is not None:
+            raise InvalidConfig("pool_size_bytes and connector were given; set the size in one of them.")
+        self.prompts = PromptBuilder(_tokenizer(str(model), engine_args or {}), default_system=default_system)
         self._owns_memory = not isinstance(memory, Memory)
         self.memory = memory if isinstance(memory, Memory) else Memory(memory, embedder=embedder)
+        self.memory.check_text = self._check_length
         self.repair_after_chat = repair_after_chat
-        self.engine = OfflineEngine(
-            model, connector or ConnectorConfig(pool_size_bytes=pool_size_bytes), engine_args
-        )
+        self.engine = OfflineEngine(model, connector, engine_args)
         self.encoder = Encoder(
             self.memory.catalog,
             self.prompts,
@@ -123,6 +95,7 @@ class MemoryLLM:
             WindowPolicy(encoding.window, encoding.stride),
             self.engine.max_model_len - 1,
         )
+        self.runner = EncodeRunner(self.engine, self.encoder)
         self._lock = threading.RLock()
 
     # memory -----------------------------------------------------------------------------------
@@ -143,8 +116,6 @@ class MemoryLLM:
 
         Raises TextTooLong, before anything is stored, for a text that the model cannot hold.
         """
-        for turn in read_turns(content, speaker, said_at, metadata):
-            self._check_length(turn)
         with self._lock:
             facts = self.memory.add(
                 content,
@@ -156,7 +127,8 @@ class MemoryLLM:
                 metadata=metadata,
             )
             if facts:
-                self._encode(self.encoder.new_jobs(facts[0].scope), progress)
+                with _only_logged("Encoding new facts"):
+                    self.runner.encode_new(facts[0].scope, progress)
         return facts
 
     def search(
@@ -189,34 +161,14 @@ class MemoryLLM:
     ) -> EncodeProgress:
         """Encode every fact of the scope (of all scopes without one) that is not resident.
 
-        Stops when the pool is full: the rest would only push out what was encoded before.
+        Stops when the pool is full: the rest would only push out what was encoded before. Raises
+        UnknownScope for a scope without facts, InvalidInput for ids that cannot be.
         """
         scope = Scope(user_id, agent_id, run_id)
+        if not scope.is_empty():
+            self.memory.get_all(user_id=user_id, agent_id=agent_id, run_id=run_id, limit=1)
         with self._lock:
-            jobs = self.encoder.new_jobs(scope)
-            planned = {span.key for job in jobs for span in job.captures}
-            facts = self.memory.catalog.facts(scope)
-            keys = {
-                id: key for id, key in self.encoder.keys(f.id for f in facts).items() if key not in planned
-            }
-            resident = self._resident(list(keys.values()))
-            jobs += self.encoder.rebuild_jobs(id for id, key in keys.items() if key not in resident)
-            return self._encode(self._fitting(jobs), progress)
-
-    def _fitting(self, jobs: list[EncodeJob]) -> list[EncodeJob]:
-        """The newest jobs that fit into the pool's free pages, in their order."""
-        stats = self.engine.residency.stats()
-        pages, size = stats["free_pages"], stats["page_size_tokens"]
-        there = self._resident(list({span.key for job in jobs for span in job.captures}))
-        kept = []
-        for job in reversed(jobs):
-            new = {span.key: span.end - span.start for span in job.captures if span.key not in there}
-            pages -= sum(-(-num_tokens // size) for num_tokens in new.values())
-            there.update(new)
-            if pages < 0:
-                break
-            kept.append(job)
-        return kept[::-1]
+            return self.runner.warm(scope, progress)
 
     # chat -------------------------------------------------------------------------------------
 
@@ -247,8 +199,7 @@ class MemoryLLM:
             raise InvalidInput(f"max_tokens is {max_tokens!r}; allowed are whole numbers from 1.")
         start_s = time.perf_counter()
         scope = Scope() if mode == "none" else read_scope(user_id, agent_id, run_id)
-        listed: list[Mapping[str, Any]]
-        listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+        listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         with self._lock:
             prepared = self._prepare(listed, scope, top_k, mode, tail, max_tokens)
             request = GenerationRequest(
@@ -256,9 +207,10 @@ class MemoryLLM:
             )
             submitted_s = time.perf_counter()
             generation = self._generate(request)
-            result = _result(mode, prepared, generation, submitted_s - start_s)
+            result = chat_result(mode, prepared, generation, submitted_s - start_s)
             if mode == "inject" and self.repair_after_chat and prepared.choice.missing:
-                self._repair(scope, [candidate.fact for candidate in prepared.choice.missing])
+                with _only_logged("Encoding missing facts"):
+                    self.runner.repair(scope, _facts(prepared.choice.missing))
         return result
 
     def _generate(self, request: GenerationRequest) -> Generation:
@@ -275,16 +227,16 @@ class MemoryLLM:
 
     def _prepare(
         self,
-        messages: list[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
         scope: Scope,
         top_k: int,
         mode: Mode,
         tail: int,
         max_tokens: int,
-    ) -> _Prepared:
+    ) -> PreparedChat:
         question = question_of(messages)
         hits = () if mode == "none" else self._hits(question, scope, top_k)
-        candidates = self._candidates(hits, needs_keys=mode == "inject")
+        candidates, reason = self._candidates(messages, hits, needs_keys=mode == "inject")
         room = self.engine.max_model_len - max_tokens - len(self.prompts.build(messages, [], []).token_ids)
         if room < 0:
             raise TextTooLong(
@@ -299,7 +251,7 @@ class MemoryLLM:
                 break
             room -= excess  # headings around the facts
         plan = self._plan(scope, choice, prompt) if mode == "inject" and choice.front else None
-        return _Prepared(prompt, choice, tuple(hits), plan)
+        return PreparedChat(prompt, choice, tuple(hits), plan, reason)
 
     def _hits(self, question: str, scope: Scope, top_k: int) -> list[SearchHit]:
         try:
@@ -309,62 +261,50 @@ class MemoryLLM:
         except UnknownScope:
             return []
 
-    def _candidates(self, hits: Sequence[SearchHit], *, needs_keys: bool) -> list[Candidate]:
-        keys = self.encoder.keys(hit.fact.id for hit in hits) if needs_keys else {}
-        resident = self._resident(list(keys.values()))
-        return [
-            Candidate(
-                hit.fact,
-                len(self.prompts.fact_ids(hit.fact)),
-                key if (key := keys.get(hit.fact.id)) in resident else None,
-            )
-            for hit in hits
-        ]
+    def _candidates(
+        self, messages: Sequence[Mapping[str, Any]], hits: Sequence[SearchHit], *, needs_keys: bool
+    ) -> tuple[list[Candidate], str | None]:
+        """Facts found, with the keys of those whose KV is in the pool; why none is, where that is unusual."""
+        keys: dict[str, str] = {}
+        there: set[str] = set()
+        reason = None
+        if needs_keys and hits:
+            keys = self.encoder.keys(hit.fact.id for hit in hits)
+            try:
+                there = self._resident_behind_head(messages, list(keys.values()))
+            except EngineError as error:
+                logger.warning("Facts are prefilled as text: %s", error)
+                reason = "the engine did not say which facts are in the pool"
+        found = []
+        for hit in hits:
+            key = keys.get(hit.fact.id)
+            num_tokens = len(self.prompts.fact_ids(hit.fact))
+            found.append(Candidate(hit.fact, num_tokens, key if key in there else None))
+        return found, reason
 
-    def _resident(self, keys: list[str]) -> set[str]:
-        return {key for key, yes in zip(keys, self.engine.residency.resident(keys), strict=True) if yes}
+    def _resident_behind_head(self, messages: Sequence[Mapping[str, Any]], keys: list[str]) -> set[str]:
+        """Resident keys, once the text in front of all facts is resident as well.
+
+        That text is encoded first where the pool lacks it, and only then are the facts asked for:
+        its capture may have pushed one out.
+        """
+        head = self.prompts.head_of(messages)
+        head_key = self.encoder.head_key(head)
+        there = self.runner.resident([head_key, *keys])
+        if head_key not in there and there:
+            self.runner.run([self.encoder.head_job(head)])
+            there = self.runner.resident([head_key, *keys])
+        return there if head_key in there else set()
 
     def _plan(self, scope: Scope, choice: Choice, prompt: Prompt) -> Plan:
-        """Head and front facts as segments; the head is encoded first where the pool lacks it."""
+        """Head and front facts as segments."""
         head = tuple(prompt.head_ids)
-        head_key = self.encoder.head_key(head)
-        if not self._resident([head_key]):
-            self._encode([self.encoder.head_job(head)], None)
-        segments = [Segment(head_key, head, "text")]
+        segments = [Segment(self.encoder.head_key(head), head, "text")]
         for candidate in choice.front:
             assert candidate.key is not None
-            segments.append(Segment(candidate.key, tuple(self.prompts.fact_ids(candidate.fact)), "fact"))
+            segments.append(Segment(candidate.key, self.prompts.fact_ids(candidate.fact), "fact"))
         epoch = self.memory.catalog.epoch(scope)
         return Plan(self.engine.fingerprint, _digest(scope), epoch, segments=tuple(segments))
-
-    # encoding ---------------------------------------------------------------------------------
-
-    def _repair(self, scope: Scope, missing: Sequence[Fact]) -> None:
-        """Encode what the last chat had to prefill, so that the next one can inject it."""
-        jobs = self.encoder.new_jobs(scope)
-        planned = {span.key for job in jobs for span in job.captures}
-        keys = self.encoder.keys(fact.id for fact in missing)
-        jobs += self.encoder.rebuild_jobs(id for id, key in keys.items() if key not in planned)
-        self._encode(jobs, None)
-
-    def _encode(self, jobs: Sequence[EncodeJob], progress: Progress | None) -> EncodeProgress:
-        start_s = time.perf_counter()
-        state = EncodeProgress(0, len(jobs), 0, 0, 0.0)
-        for start in range(0, len(jobs), _JOBS_AT_ONCE):
-            batch = jobs[start : start + _JOBS_AT_ONCE]
-            self.engine.generate(
-                [GenerationRequest(j.token_ids, plan=self.encoder.plan_of(j)) for j in batch]
-            )
-            state = EncodeProgress(
-                start + len(batch),
-                len(jobs),
-                state.stored_tokens + sum(job.num_stored_tokens for job in batch),
-                state.computed_tokens + sum(len(job.token_ids) for job in batch),
-                time.perf_counter() - start_s,
-            )
-            if progress is not None:
-                progress(state)
-        return state
 
     def _check_length(self, turn: Turn) -> None:
         fact = Fact("", 0, Scope(), turn.text, turn.speaker, turn.said_at)
@@ -394,35 +334,35 @@ class MemoryLLM:
         self.close()
 
 
+@contextmanager
+def _only_logged(what: str) -> Iterator[None]:
+    """Encoding makes later chats faster: its failure must not take away what was stored or answered."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s failed; they are prefilled as text until they are encoded", what)
+
+
+def _tokenizer(model: str, engine_args: Mapping[str, Any]) -> Any:
+    """The tokenizer that vLLM uses for these arguments. Raises EngineMissing."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(engine_args.get("tokenizer") or model),
+            revision=engine_args.get("tokenizer_revision") or engine_args.get("revision"),
+            trust_remote_code=bool(engine_args.get("trust_remote_code", False)),
+        )
+    except (OSError, ValueError) as error:
+        raise EngineMissing(
+            f"The tokenizer of {model!r} cannot be loaded; give a folder with a model and its tokenizer, "
+            f"or the name of one on a hub that can be reached. ({str(error).splitlines()[0]})"
+        ) from error
+
+
 def _digest(scope: Scope) -> str:
     return scope_digest(scope.user_id, scope.agent_id, scope.run_id)
 
 
 def _facts(candidates: Sequence[Candidate]) -> list[Fact]:
     return [candidate.fact for candidate in candidates]
-
-
-def _result(mode: Mode, prepared: _Prepared, generation: Generation, before_s: float) -> ChatResult:
-    outcome = generation.outcome or {}
-    num_prompt = len(prepared.prompt.token_ids)
-    num_injected = int(outcome.get("injected_tokens", 0))
-    num_cached = int(outcome.get("cached_tokens", generation.num_cached_tokens))
-    num_missing = sum(candidate.num_tokens for candidate in prepared.choice.missing)
-    if prepared.plan is not None:
-        planned = sum(len(segment.token_ids) for segment in prepared.plan.segments)
-        num_missing += max(0, planned - num_injected - num_cached)
-    return ChatResult(
-        text=generation.text,
-        mode=mode,
-        ttft_ms=generation.ttft_s * 1e3,
-        e2e_ttft_ms=(generation.ttft_s + before_s) * 1e3,
-        num_prompt_tokens=num_prompt,
-        num_injected_tokens=num_injected,
-        num_cached_tokens=num_cached,
-        num_prefilled_tokens=num_prompt - num_injected - num_cached,
-        num_missing_tokens=num_missing,
-        num_output_tokens=len(generation.token_ids),
-        num_left_out=prepared.choice.num_left_out,
-        hits=prepared.hits,
-        reason=outcome.get("reason") or outcome.get("rejected"),
-    )

@@ -97,6 +97,8 @@ class OfflineEngine:
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Run requests together until all are done; results in the order given."""
+        if self.llm is None:
+            raise EngineError("The engine is closed; make a new one.")
         names: dict[str, _Running] = {}
         try:
             for index, request in enumerate(requests):
@@ -139,12 +141,15 @@ class OfflineEngine:
             plan = request.plan
             extra = {"kv_transfer_params": to_wire(plan, self.secret)}
             prompt["cache_salt"] = salt_of(plan, self.secret)
-        params = SamplingParams(
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            extra_args=extra,
-            **request.sampling,
-        )
+        try:
+            params = SamplingParams(
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                extra_args=extra,
+                **request.sampling,
+            )
+        except (TypeError, ValueError) as error:
+            raise InvalidInput(f"vLLM does not take these sampling settings: {error}") from error
         self.llm.llm_engine.add_request(name, prompt, params)
         return name
 

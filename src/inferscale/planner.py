@@ -38,13 +38,17 @@ def choose(
     """Order facts for a prompt.
 
     candidates: best first. tail: how many of the best are recomputed. budget_tokens: room for
-    facts; the lowest-ranked ones that do not fit are left out. needs_residency: False where all
-    facts are prefilled anyway (mode `text`), so that they stand where injected ones would.
+    facts; the lowest-ranked ones that do not fit are left out, and any that would not fit alone.
+    needs_residency: False where all facts are prefilled anyway (mode `text`), so that they stand
+    where injected ones would.
     """
     if isinstance(tail, bool) or not isinstance(tail, int) or tail < 0:
         raise InvalidInput(f"tail is {tail!r}; allowed are whole numbers from 0.")
     kept: list[Candidate] = []
+    whole_budget = budget_tokens
     for candidate in candidates:
+        if candidate.num_tokens > whole_budget:
+            continue  # fits into no prompt; it must not keep out the facts behind it
         budget_tokens -= candidate.num_tokens
         if budget_tokens < 0:
             break

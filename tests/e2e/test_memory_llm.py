@@ -17,6 +17,7 @@ import pytest
 from harness.memory import MemoryOptions, MemoryProcess, Sent
 from inferscale.errors import (
     EmptyText,
+    InvalidConfig,
     InvalidInput,
     NotRelocatable,
     PoolTooLarge,
@@ -466,6 +467,74 @@ def test_another_default_system_text_converges(
         other.close()
 
 
+# --- degrade to text ------------------------------------------------------------------------------
+
+
+def test_with_fact_one_of_fifty_evicted_the_others_are_injected(llm: MemoryProcess) -> None:
+    facts = llm.add([f"Thing number {n} is {n * 7} metres tall." for n in range(50)], user_id="fifty")
+    _, whole = ask(llm, "How tall is thing 3?", user_id="fifty")
+    assert whole.segments == 51
+    first = min(facts, key=lambda fact: whole.text.index(fact.text))
+    llm.forget([key for key in llm.keys([first]) if key])
+    llm.break_encoding(True)  # no repair: the next chat shall find it missing, too
+    result, sent = ask(llm, "How tall is thing 4?", user_id="fifty")
+    llm.break_encoding(False)
+    assert sent.segments == 50, "the head and 49 facts"
+    assert result.num_missing_tokens == llm.num_tokens([first])[0]
+    assert result.num_injected_tokens + result.num_cached_tokens >= len(llm.anchor()) + sum(
+        llm.num_tokens([fact for fact in facts if fact != first])
+    )
+    assert sent.text.index(first.text) > max(sent.text.index(f.text) for f in facts if f != first)
+
+
+def test_facts_and_answers_survive_a_failure_to_encode(llm: MemoryProcess) -> None:
+    llm.break_encoding(True)
+    facts = llm.add(said("unencoded"), user_id="unencoded")
+    assert len(facts) == 6
+    result, _ = ask(llm, user_id="unencoded")
+    assert result.text.strip()
+    assert result.num_missing_tokens == sum(llm.num_tokens(facts))
+    llm.break_encoding(False)
+    ask(llm, user_id="unencoded")
+    assert llm.resident(facts) == [True] * 6
+
+
+def test_without_an_answer_on_residency_facts_are_prefilled(llm: MemoryProcess) -> None:
+    llm.add(said("silent"), user_id="silent")
+    llm.break_residency(True)
+    result, sent = ask(llm, user_id="silent")
+    llm.break_residency(False)
+    assert (result.num_injected_tokens, sent.segments) == (0, 0)
+    assert "Oslo" in sent.text
+    assert result.reason == "the engine did not say which facts are in the pool"
+    assert ask(llm, user_id="silent")[0].num_injected_tokens > 0
+
+
+def test_a_new_system_text_in_a_full_pool_does_not_cost_the_facts(second: MemoryProcess) -> None:
+    """Its capture evicts a fact; the facts are asked for behind it, so that the others are injected."""
+    facts = second.add(said("crowded"), user_id="crowded")
+    pages = sum(-(-n // 16) for n in (*second.num_tokens(facts), len(second.anchor())))
+    second.shrink_pool(pages)
+    second.warm(user_id="crowded")
+    assert second.resident(facts) == [True] * 6
+    messages = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": QUESTION}]
+    result, sent = ask(second, messages, user_id="crowded")
+    assert sent.segments >= 2
+    assert (
+        result.num_injected_tokens
+        == sum([len(second.head(messages)), *(n for n in second.num_tokens(facts))])
+        - result.num_missing_tokens
+    )
+    second.shrink_pool(0)
+
+
+def test_warm_names_an_unknown_scope(llm: MemoryProcess) -> None:
+    with pytest.raises(UnknownScope):
+        llm.warm(user_id="nobody at all")
+    with pytest.raises(InvalidInput):
+        llm.warm(user_id="")
+
+
 # --- what is refused at start-up ------------------------------------------------------------------
 
 
@@ -505,7 +574,7 @@ def start_tiny(model: Path, folder: Path, pool: int | str = "1MiB") -> None:
 
 
 def test_a_pool_without_a_page_is_refused(tiny: Callable[..., Path], folder: Path) -> None:
-    with pytest.raises(PoolTooLarge, match=r"pool_size_bytes is 1000; .* at least \d+"):
+    with pytest.raises(InvalidConfig, match=r"pool_size_bytes is 1000; .* at least \d+"):
         start_tiny(tiny(), folder, pool=1000)
 
 

@@ -6,10 +6,11 @@ name, at start-up.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +41,7 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise UnsupportedLayout(
-            f"The model has {len(groups)} groups of KV caches (such as sliding-window beside full "
-            "attention); "
+            f"The model has {len(groups)} groups of KV caches (such as sliding-window beside full attention); "
             "InferScale serves models with one. Start vLLM with --disable-hybrid-kv-cache-manager."
         )
     group = groups[0]
@@ -52,8 +52,7 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
         # or keep something else than keys and values.
         if type(spec).__name__ != "FullAttentionSpec":
             raise UnsupportedLayout(
-                f"The model keeps {type(spec).__name__} state, which is not full attention; "
-                "InferScale cannot "
+                f"The model keeps {type(spec).__name__} state, which is not full attention; InferScale cannot "
                 "inject into it. Start vLLM without the connector."
             )
         if getattr(spec, "head_size_v", None) not in (None, spec.head_size):
@@ -99,9 +98,8 @@ def layer_caches(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> lis
             continue
         if not isinstance(cache, torch.Tensor) or not hasattr(layer.impl, "do_kv_cache_update"):
             raise UnsupportedLayout(
-                f"Layer {name} ({type(layer).__name__}) has no ordinary paged KV cache; InferScale "
-                "cannot inject "
-                "into it. Start vLLM without the connector."
+                f"Layer {name} ({type(layer).__name__}) has no ordinary paged KV cache; InferScale cannot "
+                "inject into it. Start vLLM without the connector."
             )
         layers.append(LayerCache(name, layer, cache, layer.num_kv_heads, layer.head_size))
     if not layers:
@@ -109,32 +107,71 @@ def layer_caches(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> lis
     return layers
 
 
-def model_rotary(vllm_config: Any, head_dim: int) -> Rotary:
-    """The model's rotary embedding, checked against the engine's own tables where it keeps them.
+def model_rotary(vllm_config: Any, layers: Sequence[LayerCache]) -> Rotary:
+    """The model's rotary embedding, checked against the engine's own tables. Raises NotRelocatable.
 
-    vLLM caches every rotary module that a model builds (vllm/model_executor/layers/
-    rotary_embedding/__init__.py, `_ROPE_DICT`). Raises NotRelocatable.
+    Those tables are in the rotary modules that stand beside the attention layers inside the model: all of
+    them must agree. Where a model keeps them elsewhere, one of the modules that vLLM built in this process
+    must agree (vllm/model_executor/layers/rotary_embedding/__init__.py, `_ROPE_DICT`); others there may
+    belong to other models.
     """
-    modules = _engine_rotaries(head_dim)
-    styles = {bool(module.is_neox_style) for module in modules}
-    interleaved = None if len(styles) != 1 else not styles.pop()
+    head_dim = layers[0].head_dim
     config = vllm_config.model_config.hf_text_config.to_dict()
-    rotary = rotary_from_config(config, head_dim, interleaved=interleaved)
-    if not modules:
-        raise NotRelocatable(
-            f"vLLM built no rotary embedding with head size {head_dim} for this model, so its keys "
-            "cannot be checked."
-        )
+    beside = _rotaries_beside([layer.layer for layer in layers])
+    modules = beside or _rotaries_of_process(head_dim)
+    agreeing: list[Rotary] = []
+    refusal: NotRelocatable | None = None
     for module in modules:
-        rotary.check_against_cache(module.cos_sin_cache, is_neox_style=bool(module.is_neox_style))
-    return rotary
+        is_neox_style = bool(module.is_neox_style)
+        rotary = rotary_from_config(config, head_dim, interleaved=not is_neox_style)
+        try:
+            rotary.check_against_cache(module.cos_sin_cache, is_neox_style=is_neox_style)
+            agreeing.append(rotary)
+        except NotRelocatable as error:
+            refusal = error  # of the module built last, if several were: most likely this model's
+    if refusal is not None and (beside or not agreeing):
+        raise refusal
+    if not agreeing:
+        rotary_from_config(config, head_dim)  # names the variant where it knows it
+        raise NotRelocatable(
+            f"vLLM built no rotary embedding with head size {head_dim} for this model, so its keys cannot be "
+            "checked. Start vLLM without the connector."
+        )
+    if len({rotary.interleaved for rotary in agreeing}) > 1:
+        raise NotRelocatable(
+            "this process holds rotary embeddings of these frequencies in both pairing styles, and which one "
+            "is this model's cannot be seen. Start the model in a process of its own."
+        )
+    return agreeing[0]
 
 
-def _engine_rotaries(head_dim: int) -> list[Any]:
+def _rotaries_beside(layers: Sequence[object]) -> list[Any]:
+    """Rotary modules that have a parent in common with one of these attention layers.
+
+    vLLM hands a connector its attention layers, but not the model. The layers' parents are found as what
+    refers to them: the dicts that hold the submodules of a module.
+    """
+    wanted = {id(layer) for layer in layers}
+    found: dict[int, Any] = {}
+    for parent in gc.get_referrers(*layers):
+        if isinstance(parent, dict) and any(id(child) in wanted for child in parent.values()):
+            found.update((id(child), child) for child in parent.values() if _is_rotary(child))
+    return list(found.values())
+
+
+def _rotaries_of_process(head_dim: int) -> list[Any]:
     from vllm.model_executor.layers import rotary_embedding
 
     known = getattr(rotary_embedding, "_ROPE_DICT", {})
     return [module for module in known.values() if getattr(module, "head_size", None) == head_dim]
+
+
+def _is_rotary(module: object) -> bool:
+    return (
+        isinstance(module, torch.nn.Module)
+        and hasattr(module, "is_neox_style")
+        and isinstance(getattr(module, "cos_sin_cache", None), torch.Tensor)
+    )
 
 
 def model_fingerprint(vllm_config: Any) -> str:

@@ -144,7 +144,6 @@ def _block_dim(layer: LayerCache, num_blocks: int) -> int:
 def _explain(layer: LayerCache, what: str) -> str:
     return (
         f"The paged KV cache of layer {layer.name} has shape {tuple(layer.cache.shape)} and dtype "
-        f"{layer.cache.dtype}: {what}. InferScale cannot inject into it; start vLLM without the "
-        "connector, or "
-        "with another attention backend (--attention-backend)."
+        f"{layer.cache.dtype}: {what}. InferScale cannot inject into it; start vLLM without the connector, "
+        "or with another attention backend (--attention-backend)."
     )

@@ -25,7 +25,7 @@ import numpy as np
 
 from inferscale.connector.locate import Piece, leading_run, locate
 from inferscale.connector.messages import CaptureOrder, Injection, IntArray, StepOrders, StepReport
-from inferscale.connector.state import Counters, RequestState, StepRecord
+from inferscale.connector.state import Counters, RequestState, StepRecord, outcome_of, sizes_of
 from inferscale.errors import PlanRejected
 from inferscale.plan import Order, Plan, from_wire, salt_of
 from inferscale.pool.table import PageTable
@@ -153,15 +153,18 @@ class SchedulerSide:
             for piece in pieces:
                 self.table.pin(piece.key)
                 pinned.append(piece)
-        if state.num_injected is None and state.plan.order is None:
-            state.num_injected, state.num_cached = num_external, state.match_start
+        if state.plan.order is None:
             self._count_use(state, pieces)
+            state.num_claims += 1
+            state.num_injected = num_external
+            # What a resumed request generated before may be in the prefix cache, too.
+            state.num_cached = min(state.match_start, state.num_prompt_tokens)
             self._publish(state)
 
     def _count_use(self, state: RequestState, pieces: list[Piece]) -> None:
         self.counters.segments_injected += len(pieces)
         self.counters.tokens_injected += sum(piece.end - piece.start for piece in pieces)
-        if state.placement is not None:
+        if state.placement is not None and state.num_claims == 0:
             self.counters.segments_missing += sum(
                 1 for segment in state.placement.located if not self.table.is_resident(segment.key)
             )
@@ -333,7 +336,7 @@ class SchedulerSide:
     # finish -----------------------------------------------------------------------------------
 
     def finish(self, request: Any) -> dict[str, Any] | None:
-        """Outcome of a finished or aborted request, for its `kv_transfer_params`."""
+        """Outcome of a finished or aborted request (see `outcome_of`), for its `kv_transfer_params`."""
         rejected = self._rejected.pop(request.request_id, None)
         if rejected is not None:
             return {"rejected": rejected}
@@ -343,44 +346,18 @@ class SchedulerSide:
         return self._publish(state)
 
     def _publish(self, state: RequestState) -> dict[str, Any]:
-        outcome = self._outcome(state)
+        outcome = outcome_of(state, self.table)
         self.outcomes[state.plan.id] = outcome
         self.outcomes.move_to_end(state.plan.id)
         while len(self.outcomes) > MAX_OUTCOMES:
             self.outcomes.popitem(last=False)
         return outcome
 
-    def _outcome(self, state: RequestState) -> dict[str, Any]:
-        injected = state.num_injected or 0
-        located = state.placement.located if state.placement else ()
-        outcome: dict[str, Any] = {
-            "id": state.plan.id,
-            "prompt_tokens": state.num_prompt_tokens,
-            "injected_tokens": injected,
-            "cached_tokens": state.num_cached,
-            "prefilled_tokens": max(0, state.num_prompt_tokens - injected - state.num_cached),
-            "covered_segments": sum(1 for s in located if s.end <= state.num_cached + injected),
-            "segments": len(state.plan.segments),
-            "lost_segments": state.placement.num_lost if state.placement else 0,
-            "captured": sum(1 for span in state.plan.captures if self.table.get(span.key) is not None),
-            "captures": len(state.plan.captures),
-        }
-        if state.reason is not None:
-            outcome["reason"] = state.reason
-        if state.answer is not None:
-            outcome["answer"] = state.answer
-        return outcome
-
     def stats(self) -> dict[str, Any]:
         """Counters and sizes; plain numbers only."""
         return {
             **vars(self.counters),
-            "evictions": self.table.num_evicted,
-            "resident_segments": self.table.num_resident,
-            "pins": self.table.num_pins,
-            "free_pages": self.table.num_free_pages,
-            "pages": self.table.num_pages,
-            "page_size_tokens": self.table.page_size_tokens,
+            **sizes_of(self.table),
             "open_requests": len(self._requests),
             "open_steps": len(self._steps),
         }

@@ -21,9 +21,8 @@ def open_runtime_dir(path: str) -> Path:
     if above.st_uid not in (0, os.getuid()) or (above.st_mode & 0o022 and not above.st_mode & stat.S_ISVTX):
         raise EngineError(
             f"The folder {folder.parent} belongs to, or is open to, other users (owner {above.st_uid}, mode "
-            f"{stat.S_IMODE(above.st_mode):o}), who could exchange the runtime folder in it; set "
-            "runtime_dir to "
-            "a place of your own."
+            f"{stat.S_IMODE(above.st_mode):o}), who could exchange the runtime folder in it; set runtime_dir "
+            "to a place of your own."
         )
     info = folder.lstat()
     if stat.S_ISLNK(info.st_mode):

@@ -1,4 +1,4 @@
-"""What the scheduler side remembers: per request, per step, and in total. Plain data."""
+"""What the scheduler side remembers, per request, per step and in total, and how it is told to callers."""
 
 from __future__ import annotations
 
@@ -7,11 +7,16 @@ from typing import Any
 
 from inferscale.connector.locate import Piece, Placement
 from inferscale.plan import Plan
+from inferscale.pool.table import PageTable
 
 
 @dataclass
 class RequestState:
-    """What the scheduler side knows of one request that carries a plan."""
+    """What the scheduler side knows of one request that carries a plan.
+
+    num_claims: how often vLLM allocated for it; above 1 where it was preempted and resumed. num_injected,
+    num_cached: of the last claim.
+    """
 
     plan: Plan
     can_inject: bool
@@ -21,6 +26,7 @@ class RequestState:
     num_cached: int = 0
     block_ids: list[int] = field(default_factory=list)
     captured: set[str] = field(default_factory=set)
+    num_claims: int = 0
     num_injected: int | None = None
     num_prompt_tokens: int = 0
     answer: dict[str, Any] | None = None
@@ -55,3 +61,47 @@ class Counters:
     captures_failed: int = 0
     preemptions: int = 0
     internal_errors: int = 0
+
+
+def outcome_of(state: RequestState, table: PageTable) -> dict[str, Any]:
+    """What became of a plan, in plain values.
+
+    injected_tokens, cached_tokens (by vLLM's own prefix cache) and prefilled_tokens add up to prompt_tokens
+    and tell of the last time that the request was scheduled from its beginning, which is what its further
+    tokens attend to: a request that was preempted may come back to another pool, and finds blocks that it
+    injected itself in the prefix cache. resumes: how often that happened. covered_segments: those that lie
+    wholly in injected or cached tokens. captured: spans that the pool holds now. reason: why nothing was
+    injected. answer: of an order.
+    """
+    injected = state.num_injected or 0
+    located = state.placement.located if state.placement else ()
+    outcome: dict[str, Any] = {
+        "id": state.plan.id,
+        "prompt_tokens": state.num_prompt_tokens,
+        "injected_tokens": injected,
+        "cached_tokens": state.num_cached,
+        "prefilled_tokens": max(0, state.num_prompt_tokens - injected - state.num_cached),
+        "resumes": max(0, state.num_claims - 1),
+        "covered_segments": sum(1 for s in located if s.end <= state.num_cached + injected),
+        "segments": len(state.plan.segments),
+        "lost_segments": state.placement.num_lost if state.placement else 0,
+        "captured": sum(1 for span in state.plan.captures if table.get(span.key) is not None),
+        "captures": len(state.plan.captures),
+    }
+    if state.reason is not None:
+        outcome["reason"] = state.reason
+    if state.answer is not None:
+        outcome["answer"] = state.answer
+    return outcome
+
+
+def sizes_of(table: PageTable) -> dict[str, int]:
+    """The pool's part of the statistics."""
+    return {
+        "evictions": table.num_evicted,
+        "resident_segments": table.num_resident,
+        "pins": table.num_pins,
+        "free_pages": table.num_free_pages,
+        "pages": table.num_pages,
+        "page_size_tokens": table.page_size_tokens,
+    }

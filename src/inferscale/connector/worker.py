@@ -90,12 +90,10 @@ class WorkerSide:
         needed = pages * self.config.page_size_tokens * token_bytes
         if needed > free_bytes:
             raise PoolTooLarge(
-                f"pool_size_bytes is {self.config.size_bytes} ({self.config.size_bytes / 2**30:.2f} "
-                "GiB), but only "
-                f"{free_bytes} bytes ({free_bytes / 2**30:.2f} GiB) are free on {self.device} after "
-                "vLLM took its "
-                f"share. Set pool_size_bytes to at most {int(free_bytes * 0.9)}, or give vLLM less "
-                "(--gpu-memory-utilization on a GPU, VLLM_CPU_KVCACHE_SPACE on a CPU)."
+                f"pool_size_bytes is {self.config.size_bytes} ({self.config.size_bytes / 2**30:.2f} GiB), "
+                f"but only {free_bytes} bytes ({free_bytes / 2**30:.2f} GiB) are free on {self.device} "
+                f"after vLLM took its share. Set pool_size_bytes to at most {int(free_bytes * 0.9)}, or give "
+                "vLLM less (--gpu-memory-utilization on a GPU, VLLM_CPU_KVCACHE_SPACE on a CPU)."
             )
         slab = Slab(pages, self.config.page_size_tokens, shape, self.dtype, self.device)
         logger.info(

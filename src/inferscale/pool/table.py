@@ -55,6 +55,7 @@ class PageTable:
         self.num_evicted = 0
         self.num_pins = 0  # sum over all entries, dropped ones too; 0 when nothing is being injected
         self.num_resident = 0
+        self._num_evictable_pages = 0  # those of all entries that `_is_evictable`
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -82,11 +83,7 @@ class PageTable:
             self._entries.move_to_end(key)
 
     def can_reserve(self, num_tokens: int) -> bool:
-        needed = self._pages_for(num_tokens)
-        if needed <= len(self._free):
-            return True
-        evictable = sum(len(e.pages) for e in self._entries.values() if self._is_evictable(e))
-        return needed <= len(self._free) + evictable
+        return self._pages_for(num_tokens) <= len(self._free) + self._num_evictable_pages
 
     def reserve(self, key: str, num_tokens: int, origin: int) -> Entry | None:
         """Pages for a new segment, evicting the least recently used; None where there is no room.
@@ -116,6 +113,7 @@ class PageTable:
         if entry is None or entry.is_resident:
             return
         entry.is_resident = True
+        self._num_evictable_pages += len(entry.pages)  # nothing is pinned while it is written
         self.num_resident += not entry.is_dropped
         if entry.is_dropped and entry.pins == 0:
             self._release(entry)
@@ -130,6 +128,8 @@ class PageTable:
         """Keep a resident entry from eviction until the matching `unpin`; counts as a use."""
         entry = self._entries[key]
         assert entry.is_resident
+        if entry.pins == 0:
+            self._num_evictable_pages -= len(entry.pages)
         entry.pins += 1
         self.num_pins += 1
         self.touch(key)
@@ -139,8 +139,10 @@ class PageTable:
         assert entry.pins > 0
         entry.pins -= 1
         self.num_pins -= 1
-        if entry.pins == 0 and entry.is_dropped:
-            self._release(entry)
+        if entry.pins == 0:
+            self._num_evictable_pages += len(entry.pages)
+            if entry.is_dropped:
+                self._release(entry)
 
     def drop(self, keys: Iterable[str]) -> int:
         """Forget `keys` at once; pages in use are freed at the last unpin. Returns how many were known."""
@@ -173,9 +175,11 @@ class PageTable:
         return freed
 
     def check(self) -> None:
-        """Assert that every page has exactly one owner; for tests and for debugging."""
+        """Assert that every page has exactly one owner and that counts are right; for tests and debugging."""
         owned = [int(page) for entry in self._entries.values() for page in entry.pages]
         assert sorted(owned + self._free) == list(range(self.num_pages))
+        evictable = [len(entry.pages) for entry in self._entries.values() if self._is_evictable(entry)]
+        assert self._num_evictable_pages == sum(evictable)
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size_tokens)
@@ -186,6 +190,8 @@ class PageTable:
 
     def _release(self, entry: Entry) -> None:
         del self._entries[entry.key]
+        if self._is_evictable(entry):
+            self._num_evictable_pages -= len(entry.pages)
         self.num_resident -= entry.is_resident and not entry.is_dropped
         pages = [int(page) for page in entry.pages]
         self._free.extend(pages)

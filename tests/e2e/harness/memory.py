@@ -195,6 +195,9 @@ class MemoryHost:
     def num_tokens(self, facts: Sequence[Fact]) -> list[int]:
         return [len(self.llm.prompts.fact_ids(fact)) for fact in facts]
 
+    def head(self, messages: Sequence[Any]) -> tuple[int, ...]:
+        return self.llm.prompts.head_of(messages)
+
     def anchor(self) -> tuple[int, ...]:
         return self.llm.prompts.anchor_ids
 
@@ -215,6 +218,35 @@ class MemoryHost:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         del get_kv_transfer_group().worker.inject
+
+    def break_encoding(self, is_broken: bool) -> None:
+        """Encode passes raise, as when the catalog is locked or the engine is gone."""
+        if not is_broken:
+            del self.llm.runner.run
+            return
+
+        def fail(*arguments: object) -> None:
+            raise RuntimeError("broken by a test")
+
+        self.llm.runner.run = fail  # type: ignore[method-assign, assignment]
+
+    def break_residency(self, is_broken: bool) -> None:
+        """The engine does not answer on its socket."""
+        if not is_broken:
+            del self.llm.engine.residency.resident
+            return
+        from inferscale.errors import EngineError
+
+        def fail(keys: object) -> None:
+            raise EngineError("broken by a test")
+
+        self.llm.engine.residency.resident = fail  # type: ignore[method-assign, assignment]
+
+    def forget(self, keys: Sequence[str]) -> dict[str, Any]:
+        """The pool loses these segments, as by an eviction."""
+        from inferscale.plan import Order
+
+        return self.llm.engine.order(Order("forget", tuple(keys)))
 
     def shrink_pool(self, num_pages: int) -> None:
         """Empty the pool and leave so many pages of it; 0 leaves all."""
