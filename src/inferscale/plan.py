@@ -2,8 +2,10 @@
 
 A `Plan` rides in the request's `kv_transfer_params` under `"inferscale"`. It is signed with a
 secret that only the front end and the connector can read (`runtime_dir/secret`), so a plan from
-outside is rejected. This module knows neither vLLM nor torch nor the catalog; the front end and
-the connector meet here and nowhere else.
+outside is rejected. This module knows neither vLLM nor torch nor the catalog. It is all that the
+front end and the connector's two sides share of a request; what else they share is in the runtime
+folder (`connector.secret`, `residency`, `refusal`), the settings (`config`) and the fingerprint of
+the model (`connector.compat`).
 
 Wire history
     1   first form: id, model, scope, epoch, segments, captures, order, sig

@@ -2,7 +2,8 @@
 
 `connector` is the façade, `scheduler` and `worker` its two sides, `messages` what they exchange,
 `layout` the start-up probe, `locate` the matching of segments, `residency` the planner's channel,
-`compat` the only place that knows vLLM versions.
+`secret`, `folder_lock` and `refusal` what else lies in the runtime folder, `compat` the only place that
+knows vLLM versions.
 """
 
 from typing import Any

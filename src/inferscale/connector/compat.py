@@ -41,7 +41,7 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise UnsupportedLayout(
-            f"The model has {len(groups)} groups of KV caches (such as sliding-window beside full attention); "
+            f"The model has {len(groups)} groups of KV caches (say, sliding-window and full attention); "
             "InferScale serves models with one. Start vLLM with --disable-hybrid-kv-cache-manager."
         )
     group = groups[0]
@@ -52,8 +52,8 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
         # or keep something else than keys and values.
         if type(spec).__name__ != "FullAttentionSpec":
             raise UnsupportedLayout(
-                f"The model keeps {type(spec).__name__} state, which is not full attention; InferScale cannot "
-                "inject into it. Start vLLM without the connector."
+                f"The model keeps {type(spec).__name__} state, which is not full attention; InferScale "
+                "cannot inject into it. Start vLLM without the connector."
             )
         if getattr(spec, "head_size_v", None) not in (None, spec.head_size):
             raise UnsupportedLayout(

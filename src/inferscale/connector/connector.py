@@ -3,9 +3,10 @@
     --kv-transfer-config '{"kv_connector": "InferScaleConnector", "kv_role": "kv_both",
                            "kv_connector_module_path": "inferscale.connector"}'
 
-An exception in a scheduler-side hook ends the engine, so here, and only here, a broad `except`
+An exception in a scheduler-side hook ends the engine, so each of them has a broad `except` that
 degrades: nothing is matched, the prompt is prefilled, the error is logged and counted. Where vLLM
 already counts on our tokens, the request is failed instead (`failed_blocks`): never a wrong answer.
+The worker side treats its copies likewise (`worker.py`), the residency server its questions.
 Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py.
 """
 
@@ -24,13 +25,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from inferscale.config import ConnectorConfig, default_runtime_dir, from_mapping
 from inferscale.connector import compat
+from inferscale.connector.folder_lock import FolderLock
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.refusal import recorded
 from inferscale.connector.residency import ResidencyServer
 from inferscale.connector.scheduler import SchedulerSide
 from inferscale.connector.secret import load_secret, open_runtime_dir
 from inferscale.connector.worker import WorkerSide
-from inferscale.errors import PoolTooLarge, UnsupportedLayout
+from inferscale.errors import InvalidConfig, UnsupportedLayout
 from inferscale.plan import WIRE_KEY
 from inferscale.pool.slab import num_pages
 from inferscale.pool.table import PageTable
@@ -68,7 +70,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
 def connector_config(kv_transfer_config: Any) -> ConnectorConfig:
     """The connector's settings, with the runtime folder filled in; the same on every side."""
     settings = dict(kv_transfer_config.kv_connector_extra_config or {})
-    settings.setdefault("runtime_dir", default_runtime_dir(str(kv_transfer_config.engine_id)))
+    if "runtime_dir" not in settings:
+        settings["runtime_dir"] = default_runtime_dir(str(kv_transfer_config.engine_id))
+    elif settings["runtime_dir"] is None:
+        raise InvalidConfig(
+            "runtime_dir in kv_connector_extra_config is null; give the path of a folder, or leave it out "
+            "for the default of one folder for each engine."
+        )
     return from_mapping(ConnectorConfig, settings, "kv_connector_extra_config")
 
 
@@ -81,6 +89,7 @@ class InferScaleConnector(KVConnectorBase_V1):
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         self._server: ResidencyServer | None = None
+        self._lock: FolderLock | None = None
         assert self.config.runtime_dir is not None
         self._runtime_dir = open_runtime_dir(self.config.runtime_dir)
         _share_vllm_log()
@@ -93,11 +102,18 @@ class InferScaleConnector(KVConnectorBase_V1):
         pages = num_pages(self.config.size_bytes, self.config.page_size_tokens, self._cache.token_size_bytes)
         if pages == 0:
             page = self.config.page_size_tokens * self._cache.token_size_bytes
-            raise PoolTooLarge(
-                f"pool_size_bytes is {self.config.size_bytes}; one page of "
-                f"{self.config.page_size_tokens} tokens of "
-                f"this model needs {page} bytes. Set pool_size_bytes to at least {64 * page}."
+            raise InvalidConfig(
+                f"pool_size_bytes is {self.config.size_bytes}; one page of {self.config.page_size_tokens} "
+                f"tokens of this model needs {page} bytes. Set pool_size_bytes to at least {64 * page}."
             )
+        self._lock = FolderLock(self._runtime_dir)
+        try:
+            self._serve(pages)
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def _serve(self, pages: int) -> None:
         self.scheduler = SchedulerSide(
             PageTable(pages, self.config.page_size_tokens),
             block_size=self._cache.block_size,
@@ -113,7 +129,9 @@ class InferScaleConnector(KVConnectorBase_V1):
         try:
             return self.scheduler.num_matched_tokens(request, num_computed_tokens), False
         except Exception:  # noqa: BLE001 — an exception here would end the engine
-            self._count_error("matching", request.request_id)
+            self._count_error(
+                "Request %s: its plan could not be matched; its prompt is prefilled.", request.request_id
+            )
             return 0, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -121,16 +139,27 @@ class InferScaleConnector(KVConnectorBase_V1):
         try:
             self.scheduler.claim(request, list(blocks.get_block_ids()[0]), num_external_tokens)
         except Exception:  # noqa: BLE001 — an exception here would end the engine
-            self._count_error("claiming", request.request_id)
             if num_external_tokens:
                 self.scheduler.fail_claim(request.request_id)
+                self._count_error(
+                    "Request %s fails: vLLM counts on %d tokens of the pool that could not be claimed.",
+                    request.request_id,
+                    num_external_tokens,
+                )
+            else:
+                self._count_error(
+                    "Request %s: its blocks could not be noted; its prompt is prefilled.", request.request_id
+                )
 
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
         assert self.scheduler is not None
         try:
             return StepMetadata(self.scheduler.build_orders(scheduler_output))
         except Exception:  # noqa: BLE001 — an exception here would end the engine
-            self._count_error("building orders", "of this step")
+            self._count_error(
+                "The orders of a step could not be built: requests that claimed memory in it fail, and those "
+                "that are running capture nothing more."
+            )
             return StepMetadata(self.scheduler.fail_open_claims(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -140,7 +169,9 @@ class InferScaleConnector(KVConnectorBase_V1):
             if report is not None:
                 self.scheduler.complete(report.report)
         except Exception:  # noqa: BLE001 — an exception here would end the engine
-            self._count_error("completing", "of this step")
+            self._count_error(
+                "A report of the workers could not be read: segments of its steps may stay pinned, or text."
+            )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         assert self.scheduler is not None
@@ -148,23 +179,35 @@ class InferScaleConnector(KVConnectorBase_V1):
             outcome = self.scheduler.finish(request)
             return False, None if outcome is None else {WIRE_KEY: outcome}
         except Exception:  # noqa: BLE001 — an exception here would end the engine
-            self._count_error("finishing", request.request_id)
+            self._count_error("Request %s is finished, but has no outcome.", request.request_id)
             return False, None
 
     def reset_cache(self) -> bool:
         assert self.scheduler is not None
-        self.scheduler.reset()
-        return True
+        try:
+            self.scheduler.reset()
+            return True
+        except Exception:  # noqa: BLE001 — an exception here would end the engine
+            self._count_error("The pool could not be emptied; vLLM is told that its reset failed.")
+            return False
 
     def shutdown(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        server, self._server = self._server, None
+        lock, self._lock = self._lock, None
+        try:
+            try:
+                if server is not None:
+                    server.close()
+            finally:
+                if lock is not None:
+                    lock.release()
+        except Exception:  # noqa: BLE001 — the engine has more to shut down
+            self._count_error("The runtime folder could not be left in order; its socket file may remain.")
 
-    def _count_error(self, doing: str, what: str) -> None:
+    def _count_error(self, message: str, *arguments: object) -> None:
         assert self.scheduler is not None
         self.scheduler.counters.internal_errors += 1
-        logger.exception("InferScale failed while %s request %s; memory is prefilled as text", doing, what)
+        logger.exception("InferScale, internal error. " + message, *arguments)
 
     # worker side ------------------------------------------------------------------------------
 
@@ -177,7 +220,7 @@ class InferScaleConnector(KVConnectorBase_V1):
         self.worker = WorkerSide(
             self.config,
             layers,
-            compat.model_rotary(self._vllm_config, layers[0].head_dim),
+            compat.model_rotary(self._vllm_config, layers),
             self._cache.num_blocks,
             self._cache.block_size,
             lambda: compat.free_bytes_per_worker(self._vllm_config, layers[0].cache.device),

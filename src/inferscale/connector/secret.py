@@ -9,6 +9,7 @@ from pathlib import Path
 
 from inferscale.errors import EngineError
 
+SECRET_NAME = "secret"
 SECRET_BYTES = 32
 
 
@@ -39,8 +40,8 @@ def open_runtime_dir(path: str) -> Path:
 
 def load_secret(folder: Path) -> bytes:
     """The secret of this folder, made by whoever comes first; 32 bytes."""
-    path = folder / "secret"
-    draft = folder / f"secret.{os.getpid()}.{secrets.token_hex(4)}"
+    path = folder / SECRET_NAME
+    draft = folder / f"{SECRET_NAME}.{os.getpid()}.{secrets.token_hex(4)}"
     if not path.exists():
         with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(secrets.token_bytes(SECRET_BYTES))
