@@ -1,4 +1,4 @@
-"""The command line: data on stdout, one-line errors, documentation that is true."""
+"""The command line without an engine: data on stdout, one-line errors, documentation that is true."""
 
 from __future__ import annotations
 
@@ -10,16 +10,23 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from inferscale.cli.app import cli, main
+from inferscale.cli.app import main
 from inferscale.cli.reference import render
-from inferscale.errors import InferScaleError
+from inferscale.config import ConnectorConfig
+from inferscale.errors import InvalidInput
 from inferscale.models import EMBEDDER, is_present
 
 ROOT = Path(__file__).parent.parent
 
 
 def run(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(cli, list(arguments), input=stdin, catch_exceptions=True)
+    return CliRunner().invoke(main, list(arguments), input=stdin)
+
+
+@pytest.fixture(autouse=True)
+def _unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("engine", "bench"):  # it would change this process
+        monkeypatch.setattr(f"inferscale.cli.{place}.prepare_engine", lambda *, verbose: None)
 
 
 @pytest.fixture(scope="module")
@@ -79,25 +86,57 @@ def test_add_messages(folder: Path) -> None:
         (["add", "text"], "no scope was given"),
         (["add", "--user-id", "ana"], "either TEXT or --messages"),
         (["search", "x", "--user-id", "nobody"], "no fact is stored under user_id='nobody'"),
-        (["search", "x", "--user-id", "ana", "--top-k", "-1"], "top_k is -1"),
         (["delete", "no-such-id"], "no-such-id"),
         (["bench", "ttft", "--k", "a,b"], "--k is 'a,b'"),
         (["bench", "ttft", "--k", "-5"], "--k is '-5'"),
-        (["bench", "ttft", "--questions", "0"], "--questions is 0"),
+        (["bench", "ttft", "--k", "0,999"], "k=999 was asked for; demo has"),
+        (["warm", "--user-id", " "], "user_id has 1 characters"),
+        (["warm", "--model", "no/such/folder"], "--model is 'no/such/folder', which is not a folder. Give a"),
+        (
+            ["chat", "hi", "--user-id", "a", "--model", "."],
+            "--model is '.', which holds no config.json.",
+        ),
     ],
 )
 def test_bad_input_is_one_clear_error(folder: Path, arguments: list[str], message: str) -> None:
     where = [] if arguments[0] == "bench" else ["--data-dir", str(folder)]
     result = run(*arguments, *where)
-    assert isinstance(result.exception, InferScaleError)
-    assert message in str(result.exception)
+    assert result.exit_code == 1
     assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert lines[-1].startswith("Error: ")
+    assert message in lines[-1]
+    assert "Traceback" not in result.stderr
 
 
-def test_main_prints_errors_on_one_line(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        ("demo", {"--questions": 0, "--top-k": -1, "--tail": -1, "--max-model-len": 0, "--pool-size": "x"}),
+        ("chat", {"--max-tokens": 0, "--top-k": -1, "--tail": -1, "--pool-size": "0"}),
+        ("bench ttft", {"--questions": 0, "--number": 0, "--tail": -1}),
+        ("search x", {"--top-k": -1}),
+        ("list", {"--limit": -1}),
+    ],
+)
+def test_values_out_of_range_are_refused_before_anything_starts(
+    command: str, options: dict[str, object]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["inferscale", "add", " ", "--user-id", "a", "--data-dir", str(folder)])
+    for option, value in options.items():
+        result = run(*command.split(), option, str(value))
+        assert result.exit_code == 2
+        assert f"Invalid value for '{option}'" in result.stderr
+
+
+def test_defaults_are_those_of_the_settings() -> None:
+    assert "[default: 1GiB]" in run("chat", "--help").stdout
+    assert ConnectorConfig().size_bytes == 2**30
+
+
+def test_the_program_prints_errors_on_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["inferscale", "add", "x"])
     with pytest.raises(SystemExit) as exit_info:
         main()
     assert exit_info.value.code == 1
@@ -107,15 +146,50 @@ def test_main_prints_errors_on_one_line(
     assert streams.err.count("\n") == 1
 
 
+def test_an_error_of_several_lines_is_printed_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise InvalidInput("first\n  second")
+
+    monkeypatch.setattr("inferscale.cli.facts.memory_config", refuse)
+    assert run("list", "--user-id", "a").stderr == "Error: first second\n"
+
+
+def test_ctrl_c_ends_with_130_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("inferscale.cli.facts.memory_config", interrupt)
+    result = run("list", "--user-id", "a")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "\n")
+
+
+def test_report_of_a_damaged_file(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}x", encoding="utf-8")
+    result = run("bench", "report", str(path))
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"Error: Line 1 of {path} is damaged")
+    path.write_text("", encoding="utf-8")
+    assert "has no run of `inferscale bench ttft`" in run("bench", "report", str(path)).stderr
+
+
+def test_ttft_without_matplotlib_is_refused_before_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inferscale.bench.report.find_spec", lambda name: None)
+    result = run("bench", "ttft")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: Plots need matplotlib")
+    assert "Starting" not in result.stderr
+
+
 def test_damaged_messages_file_names_the_line(folder: Path) -> None:
     result = run("add", "--messages", "-", "--data-dir", str(folder), "--user-id", "a", stdin='{"role"\n')
-    assert "Line 1 of standard input is not JSON" in str(result.exception)
+    assert "Line 1 of standard input is not JSON" in result.stderr
 
 
 def test_help_imports_no_engine() -> None:
     code = (
-        "import sys; from click.testing import CliRunner; from inferscale.cli.app import cli; "
-        "CliRunner().invoke(cli, ['chat', '--help']); "
+        "import sys; from click.testing import CliRunner; from inferscale.cli.app import main; "
+        "CliRunner().invoke(main, ['chat', '--help']); "
         "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

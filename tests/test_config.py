@@ -40,7 +40,8 @@ def test_sizes(given: int | str, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["", "GB", "1 G", "1TB", "-1GB", "1e9", "1,5GB", "nan", "1.GB", "0x10", True, None, 1.5j, [1]]
+    "given",
+    ["", "GB", "1 G", "1TB", "-1GB", "1e9", "1,5GB", "nan", "1.GB", "0x10", True, None, 1.5, 1e9, 1.5j, [1]],
 )
 def test_sizes_that_are_refused_name_the_setting_and_what_is_allowed(given: Any) -> None:
     with pytest.raises(InvalidConfig, match=r"pool_size_bytes is .* allowed are"):
@@ -60,6 +61,26 @@ def test_page_size_bounds(pages: int) -> None:
         ConnectorConfig(page_size_tokens=pages)
 
 
+@pytest.mark.parametrize("given", ["16", 16.0, True, None, [16]])
+def test_a_page_size_that_is_no_whole_number_is_refused(given: Any) -> None:
+    with pytest.raises(
+        InvalidConfig, match=r"page_size_tokens is .* whole numbers, 1 to 1024, without quotes"
+    ):
+        ConnectorConfig(page_size_tokens=given)
+
+
+@pytest.mark.parametrize("given", ["false", "true", 0, 1, None])
+def test_a_switch_that_is_no_boolean_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidConfig, match=r"compile_injection is .* true and false without quotes"):
+        ConnectorConfig(compile_injection=given)
+
+
+@pytest.mark.parametrize("given", ["", 5, True, ["/x"], Path("/x")])
+def test_a_runtime_dir_that_is_no_path_in_a_string_is_refused(given: Any) -> None:
+    with pytest.raises(InvalidConfig, match=r"runtime_dir is .* Leave it out"):
+        ConnectorConfig(runtime_dir=given)
+
+
 def test_page_size_bounds_are_inclusive() -> None:
     assert ConnectorConfig(page_size_tokens=1).page_size_tokens == 1
     assert ConnectorConfig(page_size_tokens=1024).page_size_tokens == 1024
@@ -71,6 +92,12 @@ def test_encoding_bounds() -> None:
         EncodingConfig(window=-1)
     with pytest.raises(InvalidConfig, match="stride is 0"):
         EncodingConfig(stride=0)
+    wrong: Any
+    for wrong in ("20", 2.5, True, None):
+        with pytest.raises(InvalidConfig, match=r"window is .* whole numbers, 0 or more"):
+            EncodingConfig(window=wrong)
+        with pytest.raises(InvalidConfig, match=r"stride is .* whole numbers, 1 or more"):
+            EncodingConfig(stride=wrong)
 
 
 def test_unknown_settings_are_named_with_the_known_ones() -> None:

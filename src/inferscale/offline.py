@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inferscale.config import ConnectorConfig, default_runtime_dir
-from inferscale.connector.refusal import REFUSAL_NAME, read_refusal
+from inferscale.connector.folder_lock import remove_runtime_dir
+from inferscale.connector.refusal import forget_refusal, read_refusal
 from inferscale.connector.residency import ResidencyClient
 from inferscale.connector.secret import load_secret, open_runtime_dir
 from inferscale.errors import EngineError, EngineMissing, InvalidConfig, InvalidInput
@@ -64,8 +65,9 @@ class OfflineEngine:
     """A stock `vllm.LLM` with InferScale's connector.
 
     engine_args: further arguments of `vllm.LLM`. Raises EngineMissing where vLLM is not installed, and
-    what the connector refuses at start-up (PoolTooLarge, NotRelocatable, UnsupportedLayout), also where
-    vLLM runs it in another process; what vLLM itself refuses comes out as vLLM raises it.
+    what the connector refuses at start-up (InvalidConfig, PoolTooLarge, NotRelocatable, UnsupportedLayout,
+    EngineError for a runtime folder in use), also where vLLM runs it in another process; what vLLM itself refuses comes out as vLLM
+    raises it.
     """
 
     def __init__(
@@ -79,11 +81,12 @@ class OfflineEngine:
         self.runtime_dir = open_runtime_dir(connector.runtime_dir or default_runtime_dir(engine_id))
         self.secret = load_secret(self.runtime_dir)
         settings = {**asdict(connector), "runtime_dir": str(self.runtime_dir)}
+        forget_refusal(self.runtime_dir)
         try:
             self.llm = _start(str(model), engine_id, settings, arguments)
         except BaseException as error:
             refusal = read_refusal(self.runtime_dir)
-            self._remove_runtime_dir()
+            remove_runtime_dir(self.runtime_dir)
             if refusal is not None and isinstance(error, Exception):
                 raise refusal from error
             raise
@@ -175,13 +178,7 @@ class OfflineEngine:
         self.llm = None
         if shutdown is not None:
             shutdown()
-        self._remove_runtime_dir()
-
-    def _remove_runtime_dir(self) -> None:
-        for name in ("secret", "residency.sock", REFUSAL_NAME):
-            (self.runtime_dir / name).unlink(missing_ok=True)
-        if not any(self.runtime_dir.iterdir()):
-            self.runtime_dir.rmdir()
+        remove_runtime_dir(self.runtime_dir)
 
 
 def _start(model: str, engine_id: str, settings: dict[str, Any], arguments: dict[str, Any]) -> Any:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from symbolic_engine import SymbolicEngine, key_of
 
+from inferscale.config import ConnectorConfig, default_runtime_dir
+from inferscale.connector.connector import connector_config
+from inferscale.connector.folder_lock import LOCK_NAME
 from inferscale.connector.messages import StepReport
+from inferscale.errors import InvalidConfig
 from inferscale.plan import Order, Segment
 
 Make = Callable[..., SymbolicEngine]
@@ -188,7 +195,7 @@ def test_completing_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatc
 
 
 def test_finishing_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.side, "_outcome", broken)
+    monkeypatch.setattr("inferscale.connector.scheduler.outcome_of", broken)
     engine.chat("c", FACT + QUESTION, FACT)
     engine.run()
     assert engine.outcomes["c"] is None
@@ -223,6 +230,48 @@ def test_the_worker_cannot_inject(engine: SymbolicEngine) -> None:
     assert engine.outcomes["again"]["injected_tokens"] == 30
 
 
+def test_resetting_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.side.table, "clear", broken)
+    assert engine.connector.reset_cache() is False
+    assert errors(engine) == 1
+    check_nothing_left(engine)
+
+
+def test_shutting_down_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(engine.runtime_dir) / "run"
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.connector._server, "close", broken)
+        engine.connector.shutdown()
+    assert errors(engine) == 1
+    assert not (folder / LOCK_NAME).exists(), "the next engine must be able to use the folder"
+    engine.connector.shutdown()
+    assert errors(engine) == 1
+
+
+def test_each_failure_says_what_becomes_of_the_request(
+    engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("inferscale"), "propagate", True)
+    with monkeypatch.context() as patch:
+        patch.setattr("inferscale.connector.scheduler.locate", broken)
+        engine.chat("matching", OTHER + QUESTION, OTHER)
+        engine.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.side.table, "pin", broken)
+        engine.chat("claiming", FACT + QUESTION, FACT)
+        engine.run()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.side, "_build_injection", broken)
+        engine.chat("building", FACT + QUESTION, FACT)
+        engine.step()
+    engine.run()
+    messages = [r.getMessage() for r in caplog.records if r.name == "inferscale.connector.connector"]
+    assert len(messages) == 3
+    assert "matching: its plan could not be matched; its prompt is prefilled." in messages[0]
+    assert "claiming fails: vLLM counts on 30 tokens" in messages[1]
+    assert "requests that claimed memory in it fail" in messages[2]
+
+
 def test_hooks_survive_nonsense(engine: SymbolicEngine) -> None:
     connector = engine.connector
 
@@ -245,3 +294,30 @@ def test_ids_outside_int32_in_a_prompt(engine: SymbolicEngine) -> None:
 def test_reports_of_ranks_are_merged() -> None:
     merged = StepReport({1}, set()).merge(StepReport({1, 2}, {1})).merge(StepReport({1}, set()))
     assert (merged.done, merged.failed_captures, merged.num_ranks) == ({1, 2}, {1}, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"runtime_dir": None}, "runtime_dir .* is null; give the path of a folder, or leave it out"),
+        ({"runtime_dir": 5}, "runtime_dir is 5"),
+        ({"page_size_tokens": "16"}, "page_size_tokens is '16'"),
+        ({"compile_injection": "false"}, "compile_injection is 'false'"),
+        ({"pool_size_bytes": None}, "pool_size_bytes is None"),
+        ({"pool_size": 1}, "kv_connector_extra_config has unknown settings pool_size"),
+    ],
+)
+def test_settings_of_vllms_flag_that_are_wrong_are_refused(settings: dict[str, Any], match: str) -> None:
+    transfer = SimpleNamespace(kv_connector_extra_config=settings, engine_id="e")
+    with pytest.raises(InvalidConfig, match=match):
+        connector_config(transfer)
+
+
+def test_settings_that_are_left_out_have_defaults() -> None:
+    config = connector_config(SimpleNamespace(kv_connector_extra_config=None, engine_id="e"))
+    assert config == ConnectorConfig(runtime_dir=default_runtime_dir("e"))
+
+
+def test_a_pool_below_one_page_says_what_to_set(make_engine: Make) -> None:
+    with pytest.raises(InvalidConfig, match=r"pool_size_bytes is 255; .* 256 bytes. Set .* at least 16384"):
+        make_engine(pool_size_bytes=255)

@@ -7,10 +7,8 @@ import multiprocessing
 import os
 import shutil
 import socket
-import statistics
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -270,24 +268,6 @@ def test_a_damaged_secret_says_so(folder: Path, content: bytes) -> None:
     (folder / "secret").write_bytes(content)
     with pytest.raises(EngineError, match="damaged"):
         load_secret(folder)
-
-
-def test_latency_of_fifty_keys(
-    server: ResidencyServer, capsys: pytest.CaptureFixture[str], connect: Connect
-) -> None:
-    """Printed, not asserted: it depends on the machine."""
-    client = connect()
-    keys = [f"in{number:030d}" for number in range(50)]
-    times = []
-    for _ in range(200):
-        start = time.perf_counter()
-        client.resident(keys)
-        times.append(time.perf_counter() - start)
-    with capsys.disabled():
-        print(
-            f"\nresidency of 50 keys: median {statistics.median(times) * 1e6:.0f} µs, max "
-            f"{max(times) * 1e6:.0f} µs"
-        )
 
 
 def test_a_burst_of_connections_is_not_refused(server: ResidencyServer, connect: Connect) -> None:

@@ -166,6 +166,7 @@ def test_injection_at_other_positions(engine: SymbolicEngine) -> None:
         "injected_tokens": 67,
         "cached_tokens": 0,
         "prefilled_tokens": 3,
+        "resumes": 0,
         "covered_segments": 3,
         "segments": 3,
         "lost_segments": 0,
@@ -215,20 +216,52 @@ def test_requests_of_one_step_share_a_segment(engine: SymbolicEngine) -> None:
     engine.check_idle()
 
 
-@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize(("caching", "injected", "cached", "covered"), [(True, 47, 1, 2), (False, 30, 0, 1)])
 def test_preempted_after_injection_and_resumed_with_another_match(
-    make_engine: Make, runner: str, depth: int, caching: bool
+    make_engine: Make, runner: str, depth: int, caching: bool, injected: int, cached: int, covered: int
 ) -> None:
+    """The outcome tells what holds after the resume, and is published again."""
     engine = make_engine(runner=runner, depth=depth, prefix_caching=caching)
     remember(engine, FACT, OTHER)
     engine.chat("c", FACT + OTHER + QUESTION, FACT, OTHER, max_tokens=20)
     engine.step()
     engine.step()
+    plan = engine.side._requests["c"].plan
+    first = engine.side.answer({"op": "outcome", "id": plan.id})["outcome"]
+    assert (first["injected_tokens"], first["cached_tokens"], first["resumes"]) == (47, 0, 0)
     preempt(engine, "c")
-    engine.order("forget", Order("forget", (key_of(OTHER),)))
+    engine.side._execute(Order("forget", (key_of(OTHER),)))
+    engine.step()
+    engine.step()  # a pipelined scheduler resumes it one step later
+    published = engine.side.answer({"op": "outcome", "id": plan.id})["outcome"]
     engine.run()
-    assert engine.outcomes["c"]["injected_tokens"] == 47, "the outcome tells of the first time"
+    outcome = engine.outcomes["c"]
+    assert outcome == published
+    assert (outcome["injected_tokens"], outcome["cached_tokens"]) == (injected, cached)
+    assert outcome["prefilled_tokens"] == 50 - injected - cached
+    assert (outcome["covered_segments"], outcome["resumes"]) == (covered, 1)
     assert engine.side.counters.preemptions == 1
+    assert engine.side.counters.segments_missing == 0, "counted once, when it was first scheduled"
+    engine.check_idle()
+
+
+def test_an_outcome_after_many_resumes_with_generated_tokens_in_the_cache(
+    make_engine: Make, runner: str
+) -> None:
+    """Cached blocks may reach behind the prompt; the three counts go on adding up to it."""
+    engine = make_engine(runner=runner)
+    remember(engine, FACT)
+    engine.chat("c", FACT + QUESTION, FACT, max_tokens=60)
+    for resumes in range(1, 4):
+        for _ in range(18):
+            engine.step()
+        preempt(engine, "c")
+        engine.step()
+        outcome = engine.side.outcomes[engine.side._requests["c"].plan.id]
+        assert outcome["resumes"] == resumes
+        counts = [outcome[f"{name}_tokens"] for name in ("injected", "cached", "prefilled")]
+        assert counts == [30, 3, 0]
+    engine.run()
     engine.check_idle()
 
 
@@ -277,7 +310,7 @@ def test_allocation_fails_after_the_match(make_engine: Make, runner: str) -> Non
     state = engine.side._requests["c"]
     assert state.match == [Piece(key_of(FACT), 0, 30, 0)], "matched, and then the allocation failed"
     assert engine.side.table.num_pins == 0
-    assert state.num_injected is None
+    assert state.num_claims == 0
     engine.side.table.drop([key_of(FACT)])
     engine.run()
     assert engine.outcomes["c"]["injected_tokens"] == 0, "the stale match is not used"

@@ -20,12 +20,22 @@ pytestmark = pytest.mark.engine
 LENGTHS = [1, 15, 16, 17, 127, 129]
 
 
-@pytest.mark.parametrize("policy", [alone(), window(2), sliding(2, 3), sliding(20, 20)], ids=str)
-@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3"])
+POLICIES = [alone(), window(2), sliding(2, 3), sliding(20, 20)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+@pytest.mark.parametrize("model", ["llama", "qwen2", "qwen3", "mistral"])
 def test_policies(author: Callable[..., Author], model: str, policy: WindowPolicy) -> None:
     a = author(model)
     facts = a.store_facts([30, *LENGTHS, 12], policy)
     check(a, facts, [60, 200, 360])
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_policies_on_a_real_model(author: Callable[..., Author], policy: WindowPolicy) -> None:
+    a = author("smollm2", block_size=32)
+    facts = a.store_facts([9, 1, 15, 17, 33, 12], policy)
+    check(a, facts, [40, 90])
 
 
 @pytest.mark.parametrize("budget", [48, 64])

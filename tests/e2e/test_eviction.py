@@ -17,8 +17,14 @@ PAGE = 16
 
 
 @pytest.fixture
-def a(author: Callable[..., Author]) -> Author:
-    return author("llama", block_size=32, pool_tokens=NUM_PAGES * PAGE, page_size_tokens=PAGE)
+def model() -> str:
+    """Of tests that name none."""
+    return "llama"
+
+
+@pytest.fixture
+def a(author: Callable[..., Author], model: str) -> Author:
+    return author(model, block_size=32, pool_tokens=NUM_PAGES * PAGE, page_size_tokens=PAGE)
 
 
 def residency(a: Author, facts: list[Stored]) -> list[bool]:
@@ -26,6 +32,7 @@ def residency(a: Author, facts: list[Stored]) -> list[bool]:
     return found
 
 
+@pytest.mark.parametrize("model", ["llama", "qwen3", "mistral"])
 def test_everything_evicted_equals_text(a: Author) -> None:
     facts = a.store_facts([40] * 6, window(2))
     before = a.engine.stats()
@@ -40,7 +47,9 @@ def test_everything_evicted_equals_text(a: Author) -> None:
     assert a.engine.stats()["segments_missing"] == before["segments_missing"] + 6
 
 
-@pytest.mark.parametrize("missing_at", [0, 3, 8])
+@pytest.mark.parametrize(
+    ("model", "missing_at"), [("llama", 0), ("llama", 3), ("llama", 8), ("qwen3", 3), ("mistral", 3)]
+)
 def test_some_evicted_equals_the_mix(a: Author, missing_at: int) -> None:
     """The resident facts before the missing one are injected, it and all behind it are text."""
     missing = a.store_facts([40], window(0))[0]

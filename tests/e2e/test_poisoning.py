@@ -18,6 +18,7 @@ from inferscale.windows import alone
 pytestmark = pytest.mark.engine
 
 BLOCK = 32
+MODELS = ["llama", "qwen3", "mistral"]
 
 
 class Case(NamedTuple):
@@ -35,19 +36,26 @@ class Case(NamedTuple):
 
 
 @pytest.fixture
-def case(author: Callable[..., Author]) -> Case:
-    a = author("llama", block_size=BLOCK)
+def model() -> str:
+    """Of tests that name none."""
+    return "llama"
+
+
+@pytest.fixture
+def case(author: Callable[..., Author], model: str) -> Case:
+    a = author(model, block_size=BLOCK)
     facts = a.store_facts([50, 70, 40], alone())
     return Case(a, facts[:2], facts[2], a.text(40), 2 * a.baseline([160] * 4, 2))
 
 
 @pytest.fixture
-def clean(author: Callable[..., Author], case: Case) -> Answer:
+def clean(author: Callable[..., Author], model: str, case: Case) -> Answer:
     """The answer of stock vLLM without the connector to the tokens of `case`."""
-    stock = author("llama", block_size=BLOCK, pool_tokens=0)
+    stock = author(model, block_size=BLOCK, pool_tokens=0)
     return stock.engine.ask(ids_of(case.parts), max_tokens=2)
 
 
+@pytest.mark.parametrize("model", MODELS)
 def test_plain_after_injected_equals_stock(case: Case, clean: Answer) -> None:
     injected = case.a.ask(case.parts, num_steps=2)
     case.a.check(case.parts, injected, case.tolerance)
@@ -57,6 +65,7 @@ def test_plain_after_injected_equals_stock(case: Case, clean: Answer) -> None:
     assert np.abs(plain.logits[0] - injected.logits[0]).max() > 1000 * case.tolerance
 
 
+@pytest.mark.parametrize("model", MODELS)
 def test_injected_after_plain_equals_the_reference(case: Case, clean: Answer) -> None:
     plain = case.a.ask_plain(case.parts, num_steps=2)
     assert np.array_equal(plain.logits, clean.logits)

@@ -18,7 +18,7 @@ def test_sliding_window_is_refused(checkpoint: Callable[[str], Path], engine: En
 
 
 def test_pool_below_one_page_is_refused(checkpoint: Callable[[str], Path], engine: EngineCache) -> None:
-    with pytest.raises(EngineFailed, match=r"PoolTooLarge: .*Set pool_size_bytes to at least"):
+    with pytest.raises(EngineFailed, match=r"InvalidConfig: .*Set pool_size_bytes to at least"):
         engine(checkpoint("llama"), pool_tokens=15)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -132,6 +135,8 @@ class PageTableMachine(RuleBasedStateMachine):
         assert table.num_free_pages == self.free_pages()
         assert table.num_pins == sum(entry.pins for entry in self.model.values())
         assert table.num_evicted == self.num_evicted
+        evictable = sum(entry.num_pages for entry in self.model.values() if entry.is_evictable)
+        assert table._num_evictable_pages == evictable
         live = {key for key, entry in self.model.items() if entry.is_resident and not entry.is_dropped}
         assert table.num_resident == len(live)
         for key in KEYS:
@@ -238,3 +243,19 @@ def test_rows_of_two_segments_never_meet() -> None:
     entries = [table.reserve(key, 7, 0) for key in "abcd"]
     rows = [row for entry in entries if entry for row in table.rows(entry, 0, 7).tolist()]
     assert len(set(rows)) == len(rows) == 28
+
+
+def test_asking_for_room_does_not_walk_the_entries() -> None:
+    """A full pool of a hundred thousand segments is asked for every span of every encode pass."""
+
+    class NotToBeWalked(OrderedDict[str, Any]):
+        def values(self) -> Any:
+            raise AssertionError("all entries are scanned")
+
+    table = PageTable(2, 4)
+    resident(table, "a", 4)
+    resident(table, "b", 4)
+    table.pin("b")
+    table._entries = NotToBeWalked(table._entries)
+    assert table.can_reserve(4)
+    assert not table.can_reserve(5)

@@ -14,6 +14,8 @@ from inferscale.demo import load_conversation
 from inferscale.errors import InvalidInput
 from inferscale.facts import Turn
 
+_TRAP = 5  # LoCoMo's category of questions that the conversation does not answer
+
 
 class BenchConversation(NamedTuple):
     """Turns in the order they were said, and questions about them."""
@@ -24,7 +26,10 @@ class BenchConversation(NamedTuple):
 
 
 def read_conversation(path: Path | None, number: int = 1) -> BenchConversation:
-    """Conversation `number`, counted from 1, of a LoCoMo file; without a path, the demo's conversation."""
+    """Conversation `number`, counted from 1, of a LoCoMo file; without a path, the demo's conversation.
+
+    Raises InvalidInput for a file that is none, or a conversation without turns or usable questions.
+    """
     if path is None:
         demo = load_conversation()
         return BenchConversation("demo", demo.turns, tuple(q.question for q in demo.questions))
@@ -33,14 +38,22 @@ def read_conversation(path: Path | None, number: int = 1) -> BenchConversation:
         if not 1 <= number <= len(samples):
             raise InvalidInput(f"conversation {number} was asked for; {path} has 1 to {len(samples)}.")
         sample = samples[number - 1]
-        questions = tuple(str(qa["question"]) for qa in sample["qa"] if qa.get("category") != 5)
-        return BenchConversation(f"{path.name}#{number}", tuple(_turns(sample["conversation"])), questions)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InvalidInput):
-            raise
+        questions = tuple(
+            qa["question"] for qa in sample["qa"] if qa.get("category") != _TRAP and qa["question"].strip()
+        )
+        turns = tuple(_turns(sample["conversation"]))
+    except InvalidInput:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput(
-            f"{path} is not a LoCoMo file ({error}); give the path of locomo10.json."
+            f"{path} is not a LoCoMo file ({type(error).__name__}: {error}); give the path of locomo10.json."
         ) from error
+    if not turns or not questions:
+        raise InvalidInput(
+            f"conversation {number} of {path} has {len(turns)} turns and {len(questions)} usable questions "
+            "(not blank, and not of category 5, whose answer nobody said); it needs at least one of each."
+        )
+    return BenchConversation(f"{path.name}#{number}", turns, questions)
 
 
 def _turns(conversation: dict[str, Any]) -> list[Turn]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import subprocess
+import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -20,19 +22,37 @@ from typing import Any
 
 import numpy as np
 
+from inferscale.errors import InvalidInput
+
 Row = dict[str, Any]
 
+KEYS = (
+    "run", "bench", "metric", "unit", "mode", "k", "model", "hardware", "engine", "commit", "config", "n",
+    "p50", "p90", "p99",
+)  # fmt: skip
 _RESAMPLES = 2000
+_ENVIRONMENT = (
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "VLLM_ATTENTION_BACKEND",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "VLLM_CPU_OMP_THREADS_BIND",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+)
 
 
 @dataclass
 class BenchRun:
-    """One run: what its rows share, and where they are appended. config: settings of the whole run."""
+    """One run: what its rows share, and where they are appended.
+
+    config: settings of the whole run; may grow before the first row. commit: of the run's begin.
+    """
 
     bench: str
     model: str
     out: Path | None
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    commit: str = field(default_factory=lambda: commit())
     id: str = field(default_factory=lambda: f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:6]}")
     rows: list[Row] = field(default_factory=list)
 
@@ -45,13 +65,17 @@ class BenchRun:
         mode: str | None = None,
         k: int | None = None,
         ci95: tuple[float, float] | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: dict[str, Any] | None = None,
+        bench: str | None = None,
     ) -> Row:
-        """Append one row for `values`; `config` is added to that of the run."""
+        """Append one row for `values`; `config` is added to that of the run.
+
+        bench: where the run measures something of another benchmark on its way.
+        """
         p50, p90, p99 = (float(np.percentile(values, q)) for q in (50, 90, 99))
         row: Row = {
             "run": self.id,
-            "bench": self.bench,
+            "bench": bench or self.bench,
             "metric": metric,
             "unit": unit,
             "mode": mode,
@@ -59,7 +83,7 @@ class BenchRun:
             "model": self.model,
             "hardware": hardware(),
             "engine": engine(),
-            "commit": commit(),
+            "commit": self.commit,
             "config": {**self.config, **(config or {})},
             "n": len(values),
             "p50": round(p50, 4),
@@ -92,14 +116,42 @@ def median_interval(values: np.ndarray[Any, Any]) -> tuple[float, float]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All rows of a results file, oldest first."""
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    """All rows of a results file, oldest first. Raises InvalidInput for a damaged one."""
+    rows: list[Row] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{path} cannot be read as rows of results: {error}.") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise InvalidInput(f"Line {number} of {path} is damaged: {error}. Remove it.") from error
+        missing = [key for key in KEYS if key not in row] if isinstance(row, dict) else list(KEYS)
+        if missing:
+            raise InvalidInput(
+                f"Line {number} of {path} is no row of results: it lacks {', '.join(missing)}. Remove it."
+            )
+        rows.append(row)
+    return rows
 
 
 def latest_run(rows: Sequence[Row], bench: str) -> list[Row]:
-    """The rows of the last run of this benchmark in a file; [] if there is none."""
+    """The rows of the last run of this benchmark in a file, with all else it measured; [] without one."""
     runs = [row["run"] for row in rows if row["bench"] == bench]
-    return [row for row in rows if runs and row["run"] == runs[-1] and row["bench"] == bench]
+    return [row for row in rows if runs and row["run"] == runs[-1]]
+
+
+def command() -> str:
+    """The command line of this process, ready to be repeated."""
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def environment() -> dict[str, str]:
+    """Those settings in the environment that change what an engine does and how fast."""
+    return {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
 
 
 def hardware() -> str:
@@ -128,19 +180,22 @@ def engine() -> str:
 
 
 def commit() -> str:
-    """The checkout's commit, with `+` where files differ from it; `unknown` outside a checkout."""
-    folder = Path(__file__).parent
+    """The checkout's commit, with `+` where a tracked file differs from it; `unknown` outside a checkout.
+
+    Results do not count: a run changes them itself.
+    """
+    results = ":(top,exclude)benchmarks/results"
     try:
-        name = subprocess.run(
-            ["git", "rev-parse", "--short=12", "HEAD"], cwd=folder, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        dirty = subprocess.run(
-            ["git", "status", "--porcelain", "--", folder],
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
+        _git("ls-files", "--error-unmatch", Path(__file__).name)  # not merely inside somebody's checkout
+        name = _git("rev-parse", "--short=12", "HEAD")
+        changes = _git("status", "--porcelain", "--untracked-files=no", "--", ":(top)", results)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return name + ("+" if dirty else "")
+    return name + ("+" if changes else "")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()

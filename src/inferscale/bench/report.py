@@ -3,24 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from inferscale.bench.harness import Row
+from inferscale.errors import InferScaleError, InvalidInput
 
+_MODES = ("text", "hit", "inject", "none")
+_RATIOS = ("text/inject", "inject/hit")
 _COLOURS = {"text": "#c44e52", "hit": "#8c8c8c", "inject": "#4c72b0", "none": "#55a868"}
 
 
 def ttft_table(rows: Sequence[Row]) -> str:
-    """A Markdown table of one run: median TTFT by k and mode, and the paired ratios."""
+    """A Markdown table of one run: median TTFT by k and mode, and the paired ratios.
+
+    A k that was cut off is left out; raises InvalidInput where none was finished.
+    """
     cells = {(row["k"], row["metric"], row["mode"]): row for row in rows if row["bench"] == "ttft"}
-    ks = sorted({k for k, _, _ in cells})
+    columns = [("ttft", mode) for mode in _MODES] + [("ttft_ratio", name) for name in _RATIOS]
+    ks = sorted(k for k in {k for k, _, _ in cells} if all((k, *column) in cells for column in columns))
+    if not ks:
+        raise InvalidInput("the run has no k with all four modes; it was cut off, so run it again.")
     lines = [
         "| k | prompt tokens | text | hit | inject | none | text/inject | inject/hit |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for k in ks:
-        times = [f"{cells[k, 'ttft', mode]['p50']:.1f} ms" for mode in ("text", "hit", "inject", "none")]
-        ratios = [_ratio(cells[k, "ttft_ratio", name]) for name in ("text/inject", "inject/hit")]
+        times = [f"{cells[k, 'ttft', mode]['p50']:.1f} ms" for mode in _MODES]
+        ratios = [_ratio(cells[k, "ttft_ratio", name]) for name in _RATIOS]
         tokens = cells[k, "ttft", "inject"]["config"]["prompt_tokens"]
         lines.append("| " + " | ".join([str(k), str(tokens), *times, *ratios]) + " |")
     return "\n".join([*lines, "", *_footer(rows)])
@@ -46,6 +56,15 @@ def _footer(rows: Sequence[Row]) -> list[str]:
                 f"{row['p50']:.2f} tokens per stored token."
             )
     return lines
+
+
+def check_plotting() -> None:
+    """Raise InferScaleError unless plots can be drawn: better before measuring than after."""
+    if find_spec("matplotlib") is None:
+        raise InferScaleError(
+            "Plots need matplotlib, which is not installed. Run `make setup`, or "
+            "`pip install inferscale[bench]`."
+        )
 
 
 def plot_ttft(rows: Sequence[Row], path: Path) -> None:

@@ -12,66 +12,77 @@ found that the mode did not bring itself. Also gives the cost of encoding.
 
 from __future__ import annotations
 
-import logging
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from inferscale.bench.conversation import BenchConversation
-from inferscale.bench.harness import BenchRun, Row
-from inferscale.config import EncodingConfig, MemoryConfig
-from inferscale.memory_llm import ChatResult, MemoryLLM, Mode
+import torch
 
-logger = logging.getLogger(__name__)
+from inferscale.bench.conversation import BenchConversation
+from inferscale.bench.harness import BenchRun, Row, command, environment
+from inferscale.bench.options import TtftOptions
+from inferscale.config import EncodingConfig, MemoryConfig
+from inferscale.errors import InvalidInput
+from inferscale.memory_llm import ChatResult, MemoryLLM, Mode
 
 MODES = ("text", "hit", "inject", "none")
 _USER = "bench"
 
 
-@dataclass(frozen=True)
-class TtftOptions:
-    """What is measured. ks: numbers of facts; num_questions: measured questions for each k and mode."""
-
-    ks: tuple[int, ...] = (0, 5, 20, 50, 100)
-    num_questions: int = 10
-    pool_size_bytes: int | str = 2**30
-    tail: int = 0
-
-
 def run_ttft(
+    open_engine: Callable[[MemoryConfig], MemoryLLM],
     model: str | Path,
     conversation: BenchConversation,
     options: TtftOptions,
     out: Path | None,
     say: Callable[[str], None],
-    engine_args: dict[str, Any] | None = None,
 ) -> list[Row]:
-    """Ingest the conversation, measure, append rows to `out` and return them."""
+    """Ingest the conversation, measure, append rows to `out` and return them.
+
+    open_engine starts the model with a memory and the default encoding. Raises InvalidInput for a k
+    above the number of turns, before the engine starts, and for one whose facts do not fit into the
+    model's context, before it is measured; the rows of those before it stay.
+    """
+    num_turns = len(conversation.turns)
+    if max(options.ks) > num_turns:
+        raise InvalidInput(
+            f"k={max(options.ks)} was asked for; {conversation.name} has {num_turns} turns. Lower --k."
+        )
+    run = BenchRun("ttft", Path(model).name, out)
+    with (
+        tempfile.TemporaryDirectory(prefix="inferscale-bench-") as folder,
+        open_engine(MemoryConfig(folder)) as llm,
+    ):
+        run.config |= _config(llm, conversation, options)
+        _ingest(llm, conversation, run, say)
+        for k in options.ks:
+            _measure(llm, conversation, k, options, run, say)
+    return run.rows
+
+
+def _config(llm: MemoryLLM, conversation: BenchConversation, options: TtftOptions) -> dict[str, Any]:
     encoding = EncodingConfig()
-    config = {
+    config = llm.engine.llm.llm_engine.vllm_config
+    dtype = str(config.model_config.dtype).removeprefix("torch.")
+    eager = bool(config.model_config.enforce_eager)
+    return {
+        "command": command(),
+        "baseline": (
+            "mode text of the same command: the same engine and prompt ids without a plan, "
+            f"max_tokens=1, temperature=0, prefix cache emptied before; dtype={dtype}, "
+            f"enforce_eager={eager}, max_model_len={llm.engine.max_model_len}"
+        ),
         "conversation": conversation.name,
         "turns": len(conversation.turns),
         "policy": f"sliding({encoding.window},{encoding.stride})",
         "tail": options.tail,
-        "baseline": "text: the same prompt to the same engine without a plan, prefix cache emptied before",
-        "engine_args": engine_args or {},
+        "dtype": dtype,
+        "execution": "eager" if eager else "compiled",
+        "max_model_len": llm.engine.max_model_len,
+        "num_threads": torch.get_num_threads(),
+        "environment": environment(),
     }
-    run = BenchRun("ttft", Path(model).name, out, config)
-    with tempfile.TemporaryDirectory(prefix="inferscale-bench-") as folder:
-        say("Starting the engine …")
-        with MemoryLLM(
-            model,
-            MemoryConfig(folder),
-            encoding=encoding,
-            pool_size_bytes=options.pool_size_bytes,
-            engine_args=engine_args,
-        ) as llm:
-            _ingest(llm, conversation, run, say)
-            for k in options.ks:
-                _measure(llm, conversation, k, options, run, say)
-    return run.rows
 
 
 def _ingest(
@@ -89,12 +100,11 @@ def _ingest(
     assert last is not None
     # The anchor is captured by every pass, but stored once.
     anchor = len(llm.prompts.anchor_ids)
-    stored = last.stored_tokens - anchor * last.jobs
-    encode = BenchRun("encode", run.model, run.out, run.config, run.id)
-    cost = last.computed_tokens / stored
-    encode.add("tokens_per_stored_token", "tokens", [cost], config={"passes": last.jobs})
-    encode.add("encode_rate", "facts/s", [len(conversation.turns) / last.seconds])
-    run.rows.extend(encode.rows)
+    cost = last.computed_tokens / (last.stored_tokens - anchor * last.jobs)
+    passes = {"passes": last.jobs}
+    run.add("tokens_per_stored_token", "tokens", [cost], config=passes, bench="encode")
+    rate = len(conversation.turns) / last.seconds
+    run.add("encode_rate", "facts/s", [rate], config=passes, bench="encode")
 
 
 def _measure(
@@ -111,9 +121,11 @@ def _measure(
     results: dict[str, list[ChatResult]] = {mode: [] for mode in MODES}
     for number, question in enumerate(questions):
         asked = _ask_in_turn(llm, question, k, options.tail, first=number)
-        if number > 0:  # the first one warms up
-            for mode, result in asked.items():
-                results[mode].append(result)
+        if number == 0:  # warms up
+            _check_fits(asked.values(), k, llm.engine.max_model_len)
+            continue
+        for mode, result in asked.items():
+            results[mode].append(result)
     for mode, mode_results in results.items():
         tokens = _medians(mode_results)
         run.add("ttft", "ms", [r.ttft_ms for r in mode_results], mode=mode, k=k, config=tokens)
@@ -140,6 +152,15 @@ def _ask_in_turn(llm: MemoryLLM, question: str, k: int, tail: int, first: int) -
     return asked
 
 
+def _check_fits(results: Iterable[ChatResult], k: int, max_model_len: int) -> None:
+    num_left_out = max(result.num_left_out for result in results)
+    if num_left_out:
+        raise InvalidInput(
+            f"{num_left_out} of k={k} facts do not fit into max_model_len={max_model_len}. Lower --k or "
+            "raise --max-model-len; the rows of smaller k are stored."
+        )
+
+
 def _medians(results: Sequence[ChatResult]) -> dict[str, int]:
     def median(values: list[int]) -> int:
         return sorted(values)[len(values) // 2]
@@ -150,4 +171,5 @@ def _medians(results: Sequence[ChatResult]) -> dict[str, int]:
         "cached_tokens": median([r.num_cached_tokens for r in results]),
         "prefilled_tokens": median([r.num_prefilled_tokens for r in results]),
         "missing_tokens": median([r.num_missing_tokens for r in results]),
+        "num_left_out": max(r.num_left_out for r in results),
     }

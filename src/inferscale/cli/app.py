@@ -2,32 +2,40 @@
 
 from __future__ import annotations
 
-import sys
+from typing import Any
 
 import click
 
 from inferscale.cli.bench import bench
+from inferscale.cli.chat import chat
 from inferscale.cli.demo import demo
 from inferscale.cli.doctor import doctor
-from inferscale.cli.engine import chat, warm
 from inferscale.cli.facts import add, delete, list_facts, search
+from inferscale.cli.output import one_line
+from inferscale.cli.warm import warm
 from inferscale.errors import InferScaleError
 
+_INTERRUPTED = 130  # what shells report for a command that Ctrl-C ended
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+
+class _Commands(click.Group):
+    """An InferScaleError becomes one line on stderr and exit status 1; Ctrl-C ends silently."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except InferScaleError as error:
+            raise click.ClickException(one_line(error)) from error
+        except KeyboardInterrupt:
+            click.echo(err=True)  # the shell's prompt begins on a line of its own
+            ctx.exit(_INTERRUPTED)
+
+
+@click.group("inferscale", cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="inferscale")
-def cli() -> None:
+def main() -> None:
     """Long-term memory for self-hosted LLMs: facts are injected as KV instead of prefilled as text."""
 
 
 for _command in (demo, add, search, list_facts, delete, chat, warm, doctor, bench):
-    cli.add_command(_command)
-
-
-def main() -> None:
-    """Run the command line; an InferScaleError becomes one line on stderr and exit status 1."""
-    try:
-        cli()
-    except InferScaleError as error:
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(1)
+    main.add_command(_command)

@@ -6,8 +6,14 @@ from pathlib import Path
 
 import click
 
-from inferscale.cli.common import emit, json_option, model_options, model_path, prepare_engine, say
+from inferscale.bench.options import TtftOptions
+from inferscale.cli.engine import model_path, open_llm, prepare_engine
+from inferscale.cli.options import COUNT, POSITIVE, json_option, model_options
+from inferscale.cli.output import emit, say
+from inferscale.config import MemoryConfig
 from inferscale.errors import InvalidInput
+
+_DEFAULTS = TtftOptions()
 
 
 @click.group()
@@ -22,11 +28,34 @@ def bench() -> None:
     help="A LoCoMo file. Default: the demo's conversation.",
 )
 @click.option(
-    "--number", default=1, show_default=True, help="Which conversation of the file, counted from 1."
+    "--number",
+    type=POSITIVE,
+    default=1,
+    show_default=True,
+    help="Which conversation of the file, counted from 1.",
 )
-@click.option("--k", "ks", default="0,5,20,50,100", show_default=True, help="Numbers of facts.")
-@click.option("--questions", default=10, show_default=True, help="Questions for each k and mode.")
-@click.option("--tail", default=0, show_default=True, help="Best facts that are recomputed.")
+@click.option(
+    "--k",
+    "ks",
+    default=",".join(map(str, _DEFAULTS.ks)),
+    show_default=True,
+    help="Numbers of facts.",
+)
+@click.option(
+    "--questions",
+    type=POSITIVE,
+    default=_DEFAULTS.num_questions,
+    show_default=True,
+    help="Questions for each k and mode.",
+)
+@click.option(
+    "--tail",
+    type=COUNT,
+    default=_DEFAULTS.tail,
+    show_default=True,
+    help="Best facts that are recomputed.",
+)
+@click.option("--enforce-eager", is_flag=True, help="Run the model uncompiled.")
 @click.option(
     "--out",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -49,27 +78,38 @@ def ttft(
     ks: str,
     questions: int,
     tail: int,
+    enforce_eager: bool,
     out: Path,
     plot: Path,
     model: str | None,
-    pool_size: str,
+    pool_size: int,
     max_model_len: int | None,
     verbose: bool,
     as_json: bool,
 ) -> None:
     """Time to first token with k facts: prefilled as text, cached, injected, and without memory."""
     from inferscale.bench.conversation import read_conversation
-    from inferscale.bench.report import plot_ttft, ttft_table
-    from inferscale.bench.ttft import TtftOptions, run_ttft
+    from inferscale.bench.report import check_plotting, plot_ttft, ttft_table
 
-    if questions < 1:
-        raise InvalidInput(f"--questions is {questions}; it must be 1 or more.")
-    counts = _counts(ks)
+    options = TtftOptions(_counts(ks), questions, tail)
     data = read_conversation(conversation, number)
+    check_plotting()
     prepare_engine(verbose=verbose)
-    arguments = {} if max_model_len is None else {"max_model_len": max_model_len}
-    options = TtftOptions(counts, questions, pool_size, tail)
-    rows = run_ttft(model_path(model), data, options, out, say, arguments)
+    path = model_path(model)
+    from inferscale.bench.ttft import run_ttft
+    from inferscale.memory_llm import MemoryLLM
+
+    def open_engine(memory: MemoryConfig) -> MemoryLLM:
+        return open_llm(
+            path,
+            memory,
+            pool_size,
+            max_model_len=max_model_len,
+            verbose=verbose,
+            enforce_eager=enforce_eager,
+        )
+
+    rows = run_ttft(open_engine, path, data, options, out, say)
     if as_json:
         for row in rows:
             emit(row)
@@ -84,13 +124,14 @@ def ttft(
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a PNG as well.")
 def report(results: Path, plot: Path | None) -> None:
     """Draw the table of the last run in RESULTS, a file of rows."""
-    from inferscale.bench.harness import read_rows
-    from inferscale.bench.report import plot_ttft, ttft_table
+    from inferscale.bench.harness import latest_run, read_rows
+    from inferscale.bench.report import check_plotting, plot_ttft, ttft_table
 
-    rows = read_rows(results)
-    run = [row for row in rows if row["run"] == rows[-1]["run"]] if rows else []
-    if not any(row["bench"] == "ttft" for row in run):
+    run = latest_run(read_rows(results), "ttft")
+    if not run:
         raise InvalidInput(f"{results} has no run of `inferscale bench ttft`.")
+    if plot is not None:
+        check_plotting()
     click.echo(ttft_table(run))
     if plot is not None:
         plot_ttft(run, plot)

@@ -4,38 +4,29 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from inferscale.cli.common import (
-    emit,
-    engine_args,
-    json_option,
-    model_options,
-    model_path,
-    prepare_engine,
-    say,
-)
-from inferscale.cli.engine import show_progress
+from inferscale.cli.engine import open_llm, show_progress
+from inferscale.cli.options import POSITIVE, json_option, model_options, recall_options
+from inferscale.cli.output import emit, say
+from inferscale.config import MemoryConfig
 from inferscale.demo import Question, load_conversation
 
 if TYPE_CHECKING:
     from inferscale.memory_llm import ChatResult, MemoryLLM, Mode
 
 _USER = "demo"
+_MAX_MODEL_LEN = 8192
 _MODES: tuple[Mode, ...] = ("none", "text", "inject")
 _TITLES = {"none": "no memory", "text": "text memory", "inject": "injected"}
 
 
 @click.command()
-@click.option("--top-k", default=50, show_default=True, help="Facts in the prompt.")
-@click.option(
-    "--tail", default=0, show_default=True, help="Best facts that are recomputed before the question."
-)
-@click.option("--questions", type=int, help="Ask only the first so many questions.")
+@recall_options
+@click.option("--questions", type=POSITIVE, help="Ask only the first so many questions.")
 @model_options
 @json_option
 def demo(
@@ -43,7 +34,7 @@ def demo(
     tail: int,
     questions: int | None,
     model: str | None,
-    pool_size: str,
+    pool_size: int,
     max_model_len: int | None,
     verbose: bool,
     as_json: bool,
@@ -52,18 +43,16 @@ def demo(
 
     Everything is stored in a temporary folder and removed at the end.
     """
-    from inferscale.config import MemoryConfig
-
     conversation = load_conversation()
-    prepare_engine(verbose=verbose)
-    path = model_path(model)
-    say(f"Starting the engine with {Path(path).name} …")
-    from inferscale.memory_llm import MemoryLLM
-
-    arguments = engine_args(max_model_len or 8192)
     with (
         tempfile.TemporaryDirectory(prefix="inferscale-demo-") as folder,
-        MemoryLLM(path, MemoryConfig(folder), pool_size_bytes=pool_size, engine_args=arguments) as llm,
+        open_llm(
+            model,
+            MemoryConfig(folder),
+            pool_size,
+            max_model_len=max_model_len or _MAX_MODEL_LEN,
+            verbose=verbose,
+        ) as llm,
     ):
         say(f"Remembering {len(conversation.turns)} turns of “{conversation.title}” …")
         llm.add(list(conversation.turns), user_id=_USER, progress=show_progress)

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from inferscale.cli.common import json_option
+from inferscale.cli.options import json_option
 
 
 @click.command()

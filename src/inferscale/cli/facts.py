@@ -9,18 +9,15 @@ from typing import Any
 
 import click
 
-from inferscale.cli.common import (
-    emit,
-    fact_json,
-    fact_line,
-    hit_json,
+from inferscale.cli.options import (
+    COUNT,
     json_option,
     memory_config,
     memory_options,
     read_text,
-    say,
     scope_options,
 )
+from inferscale.cli.output import emit, fact_json, fact_line, hit_json, say
 from inferscale.errors import InvalidInput
 from inferscale.memory import Memory
 
@@ -65,7 +62,7 @@ def add(
 
 @click.command()
 @click.argument("query")
-@click.option("--top-k", default=10, show_default=True, help="How many facts to find.")
+@click.option("--top-k", type=COUNT, default=10, show_default=True, help="How many facts to find.")
 @scope_options
 @memory_options
 @json_option
@@ -91,7 +88,7 @@ def search(
 
 
 @click.command(name="list")
-@click.option("--limit", type=int, help="At most so many, oldest first.")
+@click.option("--limit", type=COUNT, help="At most so many, oldest first.")
 @scope_options
 @memory_options
 @json_option

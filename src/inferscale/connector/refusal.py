@@ -43,3 +43,8 @@ def read_refusal(folder: Path) -> InferScaleError | None:
     if not isinstance(kind, type) or not issubclass(kind, InferScaleError):
         kind = InferScaleError
     return kind(str(stored.get("message")))
+
+
+def forget_refusal(folder: Path) -> None:
+    """Remove what an earlier start left."""
+    (folder / REFUSAL_NAME).unlink(missing_ok=True)

@@ -77,9 +77,7 @@ class _Handler(socketserver.StreamRequestHandler):
             for line in self.rfile:
                 try:
                     reply = self.answer(json.loads(line))
-                except (
-                    Exception
-                ) as error:  # the root of this thread: the caller gets the error, the engine goes on
+                except Exception as error:  # the root of this thread; the caller gets the error
                     logger.exception("Residency request failed")
                     reply = {"error": str(error)}
                 self.wfile.write(json.dumps(reply).encode() + b"\n")

@@ -155,10 +155,7 @@ class SchedulerSide:
                 pinned.append(piece)
         if state.plan.order is None:
             self._count_use(state, pieces)
-            state.num_claims += 1
-            state.num_injected = num_external
-            # What a resumed request generated before may be in the prefix cache, too.
-            state.num_cached = min(state.match_start, state.num_prompt_tokens)
+            state.note_claim(num_external)
             self._publish(state)
 
     def _count_use(self, state: RequestState, pieces: list[Piece]) -> None:

@@ -14,8 +14,9 @@ from inferscale.pool.table import PageTable
 class RequestState:
     """What the scheduler side knows of one request that carries a plan.
 
-    num_claims: how often vLLM allocated for it; above 1 where it was preempted and resumed. num_injected,
-    num_cached: of the last claim.
+    match_start: prompt tokens that vLLM's prefix cache supplied when it was matched last. num_claims: how
+    often vLLM allocated for it; above 1 where it was preempted and resumed. injected: spans of the prompt
+    that hold injected KV since the last claim.
     """
 
     plan: Plan
@@ -23,15 +24,36 @@ class RequestState:
     placement: Placement | None = None
     match: list[Piece] = field(default_factory=list)
     match_start: int = 0
-    num_cached: int = 0
     block_ids: list[int] = field(default_factory=list)
     captured: set[str] = field(default_factory=set)
     num_claims: int = 0
-    num_injected: int | None = None
+    injected: list[tuple[int, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
     answer: dict[str, Any] | None = None
     reason: str | None = None
     can_capture: bool = True
+
+    def note_claim(self, num_external: int) -> None:
+        """`num_external` tokens behind `match_start` are injected, for the first time or on a resume.
+
+        Those in front come from the prefix cache, where a resumed request finds again what it injected.
+        """
+        start = self.match_start
+        kept = [(first, min(last, start)) for first, last in self.injected if first < start]
+        self.injected = [*kept, (start, start + num_external)] if num_external else kept
+        self.num_claims += 1
+
+    @property
+    def num_injected(self) -> int:
+        return sum(last - first for first, last in self.injected)
+
+    @property
+    def num_supplied(self) -> int:
+        """Leading tokens of the prompt that were not computed: cached and injected ones."""
+        if self.num_claims == 0:
+            return 0
+        ends = [last for _, last in self.injected]
+        return min(max([self.match_start, *ends]), self.num_prompt_tokens)
 
 
 @dataclass
@@ -66,23 +88,22 @@ class Counters:
 def outcome_of(state: RequestState, table: PageTable) -> dict[str, Any]:
     """What became of a plan, in plain values.
 
-    injected_tokens, cached_tokens (by vLLM's own prefix cache) and prefilled_tokens add up to prompt_tokens
-    and tell of the last time that the request was scheduled from its beginning, which is what its further
-    tokens attend to: a request that was preempted may come back to another pool, and finds blocks that it
-    injected itself in the prefix cache. resumes: how often that happened. covered_segments: those that lie
-    wholly in injected or cached tokens. captured: spans that the pool holds now. reason: why nothing was
-    injected. answer: of an order.
+    injected_tokens, cached_tokens (by vLLM's own prefix cache) and prefilled_tokens add up to prompt_tokens.
+    Of a request that was preempted and resumed they tell what holds since the last resume: it may have come
+    back to another pool; what it had injected and finds again in the prefix cache still counts as injected.
+    resumes: how often that happened. covered_segments: those that lie wholly in injected or cached tokens.
+    captured: spans that the pool holds now. reason: why nothing was injected. answer: of an order.
     """
-    injected = state.num_injected or 0
+    injected, supplied = state.num_injected, state.num_supplied
     located = state.placement.located if state.placement else ()
     outcome: dict[str, Any] = {
         "id": state.plan.id,
         "prompt_tokens": state.num_prompt_tokens,
         "injected_tokens": injected,
-        "cached_tokens": state.num_cached,
-        "prefilled_tokens": max(0, state.num_prompt_tokens - injected - state.num_cached),
+        "cached_tokens": supplied - injected,
+        "prefilled_tokens": state.num_prompt_tokens - supplied,
         "resumes": max(0, state.num_claims - 1),
-        "covered_segments": sum(1 for s in located if s.end <= state.num_cached + injected),
+        "covered_segments": sum(1 for s in located if s.end <= supplied),
         "segments": len(state.plan.segments),
         "lost_segments": state.placement.num_lost if state.placement else 0,
         "captured": sum(1 for span in state.plan.captures if table.get(span.key) is not None),

@@ -1,0 +1,103 @@
+"""Options and arguments that commands share, checked before anything is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from inferscale.config import ConnectorConfig, MemoryConfig, default_data_dir
+from inferscale.errors import InvalidConfig, InvalidInput
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+COUNT = click.IntRange(min=0)
+POSITIVE = click.IntRange(min=1)
+
+
+def scope_options(command: F) -> F:
+    """--user-id, --agent-id, --run-id."""
+    for name, what in (("run", "run or session"), ("agent", "agent"), ("user", "user")):
+        command = click.option(f"--{name}-id", metavar="ID", help=f"The {what} that the facts belong to.")(
+            command
+        )
+    return command
+
+
+def memory_options(command: F) -> F:
+    """--data-dir and --embedder."""
+    command = click.option(
+        "--embedder",
+        metavar="MODEL",
+        help="Folder or hub name of the embedding model. Default: all-MiniLM-L6-v2.",
+    )(command)
+    return click.option(
+        "--data-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Where facts are stored. Default: $INFERSCALE_HOME or ~/.local/share/inferscale.",
+    )(command)
+
+
+def model_options(command: F) -> F:
+    """--model, --pool-size (in bytes), --max-model-len and --verbose."""
+    command = click.option("--verbose", is_flag=True, help="Show the engine's log.")(command)
+    command = click.option("--max-model-len", type=POSITIVE, help="Longest prompt and answer, in tokens.")(
+        command
+    )
+    command = click.option(
+        "--pool-size",
+        metavar="SIZE",
+        default=_size_text(ConnectorConfig().size_bytes),
+        show_default=True,
+        callback=_read_size,
+        help="Memory for the facts' KV, such as 512MiB or 2GB.",
+    )(command)
+    return click.option(
+        "--model", metavar="MODEL", help="Folder or hub name of the model. Default: SmolLM2-135M-Instruct."
+    )(command)
+
+
+def recall_options(command: F) -> F:
+    """--top-k and --tail."""
+    command = click.option(
+        "--tail",
+        type=COUNT,
+        default=0,
+        show_default=True,
+        help="Best facts that are recomputed before the question.",
+    )(command)
+    return click.option("--top-k", type=COUNT, default=50, show_default=True, help="Facts in the prompt.")(
+        command
+    )
+
+
+def json_option(command: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON, one document a line.")(command)
+
+
+def memory_config(data_dir: Path | None, embedder: str | None) -> MemoryConfig:
+    return MemoryConfig(data_dir or default_data_dir(), embedder)
+
+
+def read_text(argument: str | None, what: str) -> str:
+    """The argument, or standard input for `-`."""
+    if argument is None:
+        raise InvalidInput(f"No {what} was given. Give it as an argument, or - to read standard input.")
+    return sys.stdin.read() if argument == "-" else argument
+
+
+def _read_size(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    try:
+        return ConnectorConfig(pool_size_bytes=value).size_bytes
+    except InvalidConfig as error:
+        raise click.BadParameter(str(error), context, parameter) from error
+
+
+def _size_text(size_bytes: int) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
+        if size_bytes % size == 0:
+            return f"{size_bytes // size}{unit}"
+    return str(size_bytes)
