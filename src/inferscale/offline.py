@@ -66,8 +66,8 @@ class OfflineEngine:
 
     engine_args: further arguments of `vllm.LLM`. Raises EngineMissing where vLLM is not installed, and
     what the connector refuses at start-up (InvalidConfig, PoolTooLarge, NotRelocatable, UnsupportedLayout,
-    EngineError for a runtime folder in use), also where vLLM runs it in another process; what vLLM itself refuses comes out as vLLM
-    raises it.
+    EngineError for a runtime folder in use), also where vLLM runs it in another process; what vLLM itself
+    refuses comes out as vLLM raises it.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class OfflineEngine:
 def _start(model: str, engine_id: str, settings: dict[str, Any], arguments: dict[str, Any]) -> Any:
     try:
         # A forked engine hangs where this process has used torch's threads, for example to embed.
-        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "spawn")
+        os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
         from vllm import LLM
         from vllm.config import KVTransferConfig
     except ImportError as error:
