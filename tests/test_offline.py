@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from inferscale import offline
 from inferscale.offline import GenerationRequest, OfflineEngine
 
 
@@ -51,3 +54,20 @@ def test_ttft_begins_with_a_requests_own_submission(monkeypatch: pytest.MonkeyPa
     assert (first.text, second.text) == ("r0", "r1")
     assert first.ttft_s >= second.ttft_s + 0.02, "the first one waited for the second one's submission"
     assert second.ttft_s >= 0.02, "signing and input processing are part of a request's time"
+
+
+def test_engines_are_spawned_and_get_the_connector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked engine can hang: torch's threads of this process do not exist in it."""
+    started: dict[str, Any] = {}
+    vllm = SimpleNamespace(LLM=lambda **settings: started.update(settings))
+    config = SimpleNamespace(KVTransferConfig=lambda **settings: settings)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setitem(sys.modules, "vllm.config", config)
+    monkeypatch.delenv("VLLM_WORKER_MULTIPROC_METHOD", raising=False)
+    offline._start("model", "id", {"pool_size_bytes": 1}, {"seed": 3})
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "spawn"
+    assert started["seed"] == 3
+    assert started["kv_transfer_config"]["kv_connector_module_path"] == "inferscale.connector"
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
+    offline._start("model", "id", {}, {})
+    assert os.environ["VLLM_WORKER_MULTIPROC_METHOD"] == "fork", "an explicit setting wins"
