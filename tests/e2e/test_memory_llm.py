@@ -425,6 +425,24 @@ def test_memory_that_cannot_be_written_is_prefilled(second: MemoryProcess) -> No
     assert_clean(second)
 
 
+def test_a_new_system_text_in_a_full_pool_does_not_cost_the_facts(second: MemoryProcess) -> None:
+    """Its capture evicts a fact; the facts are asked for behind it, so that the others are injected."""
+    facts = second.add(said("crowded"), user_id="crowded")
+    pages = sum(-(-n // 16) for n in (*second.num_tokens(facts), len(second.anchor())))
+    second.shrink_pool(pages)
+    second.warm(user_id="crowded")
+    assert second.resident(facts) == [True] * 6
+    messages = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": QUESTION}]
+    result, sent = ask(second, messages, user_id="crowded")
+    assert sent.segments >= 2
+    assert (
+        result.num_injected_tokens
+        == sum([len(second.head(messages)), *(n for n in second.num_tokens(facts))])
+        - result.num_missing_tokens
+    )
+    second.shrink_pool(0)
+
+
 def test_a_closed_engine_leaves_no_runtime_folder(second: MemoryProcess, folder: Path) -> None:
     """The last test of `second`."""
     names = {path.name for path in (folder / "second").iterdir()}
@@ -508,24 +526,6 @@ def test_without_an_answer_on_residency_facts_are_prefilled(llm: MemoryProcess) 
     assert "Oslo" in sent.text
     assert result.reason == "the engine did not say which facts are in the pool"
     assert ask(llm, user_id="silent")[0].num_injected_tokens > 0
-
-
-def test_a_new_system_text_in_a_full_pool_does_not_cost_the_facts(second: MemoryProcess) -> None:
-    """Its capture evicts a fact; the facts are asked for behind it, so that the others are injected."""
-    facts = second.add(said("crowded"), user_id="crowded")
-    pages = sum(-(-n // 16) for n in (*second.num_tokens(facts), len(second.anchor())))
-    second.shrink_pool(pages)
-    second.warm(user_id="crowded")
-    assert second.resident(facts) == [True] * 6
-    messages = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": QUESTION}]
-    result, sent = ask(second, messages, user_id="crowded")
-    assert sent.segments >= 2
-    assert (
-        result.num_injected_tokens
-        == sum([len(second.head(messages)), *(n for n in second.num_tokens(facts))])
-        - result.num_missing_tokens
-    )
-    second.shrink_pool(0)
 
 
 def test_warm_names_an_unknown_scope(llm: MemoryProcess) -> None:
