@@ -13,9 +13,11 @@ from inferscale.models import ensure_demo_model
 
 
 def main() -> None:
+    # Uncompiled, the engine starts in seconds; leave `enforce_eager` out to serve for long.
+    arguments = {"max_model_len": 4096, "enforce_eager": True}
     with (
         tempfile.TemporaryDirectory() as folder,
-        MemoryLLM(str(ensure_demo_model()), MemoryConfig(folder), engine_args={"max_model_len": 4096}) as llm,
+        MemoryLLM(str(ensure_demo_model()), MemoryConfig(folder), engine_args=arguments) as llm,
     ):
         llm.add(
             [
