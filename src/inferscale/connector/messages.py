@@ -51,9 +51,6 @@ class StepOrders:
     zero_pages: list[int] = field(default_factory=list)
     failed_blocks: list[int] = field(default_factory=list)
 
-    def is_empty(self) -> bool:
-        return self.step == 0 and not self.failed_blocks
-
 
 @dataclass
 class StepReport:
@@ -61,12 +58,10 @@ class StepReport:
 
     done: set[int] = field(default_factory=set)
     failed_captures: set[int] = field(default_factory=set)
-    num_ranks: int = 1
 
     def merge(self, other: StepReport) -> StepReport:
         """One report for all tensor-parallel ranks; a capture that failed anywhere has failed."""
         return StepReport(
             self.done | other.done,
             self.failed_captures | other.failed_captures,
-            self.num_ranks + other.num_ranks,
         )
