@@ -10,11 +10,16 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from inferscale.errors import InvalidConfig
 
 _C = TypeVar("_C")
+
+InjectionPath = Literal["auto", "fused", "portable"]
+
+AUTO = "auto"
+DEFAULT_POOL_BYTES = 2**30
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -65,26 +70,36 @@ def default_runtime_dir(engine_id: str) -> str:
 class ConnectorConfig:
     """`kv_connector_extra_config` of the connector: read by both of its sides and by the front end."""
 
-    pool_size_bytes: int | str = 2**30
-    """Memory of the KV pool on each worker, in bytes (or '512MiB', '2GB')."""
+    pool_size_bytes: int | str = AUTO
+    """Memory of the KV pool on each worker, in bytes (or '512MiB', '2GB'). 'auto': on a GPU, `OfflineEngine`
+    takes a quarter of what the model leaves (`budget`); everywhere else, also where vLLM is started by its
+    own flags, 1 GiB."""
     page_size_tokens: int = 16
     """Tokens in one page of the pool; a segment occupies whole pages."""
     runtime_dir: str | None = None
     """Folder for the residency socket and the plan secret; default: one per engine id in the
     system's temporary folder."""
+    injection_path: InjectionPath = "auto"
+    """`fused`: one kernel launch a step, on CUDA GPUs; `portable`: plain torch and vLLM's own write,
+    anywhere; `auto`: fused where it can run and gives the same."""
     compile_injection: bool = True
     """Compile the rotation of the portable injection path with torch.compile where that works."""
 
     def __post_init__(self) -> None:
-        size = parse_size(self.pool_size_bytes, "pool_size_bytes")
-        if size <= 0:
-            raise InvalidConfig(f"pool_size_bytes is {self.pool_size_bytes!r}; it must be above 0.")
-        object.__setattr__(self, "pool_size_bytes", size)
+        if self.pool_size_bytes != AUTO:
+            size = parse_size(self.pool_size_bytes, "pool_size_bytes")
+            if size <= 0:
+                raise InvalidConfig(f"pool_size_bytes is {self.pool_size_bytes!r}; it must be above 0.")
+            object.__setattr__(self, "pool_size_bytes", size)
         _check_int(self.page_size_tokens, "page_size_tokens", 1, 1024)
         if self.runtime_dir is not None and (not isinstance(self.runtime_dir, str) or not self.runtime_dir):
             raise InvalidConfig(
                 f"runtime_dir is {self.runtime_dir!r}; allowed is the path of a folder as a string. Leave it "
                 "out for the default."
+            )
+        if self.injection_path not in get_args(InjectionPath):
+            raise InvalidConfig(
+                f"injection_path is {self.injection_path!r}; allowed are {', '.join(get_args(InjectionPath))}."
             )
         if not isinstance(self.compile_injection, bool):
             raise InvalidConfig(
@@ -92,8 +107,14 @@ class ConnectorConfig:
             )
 
     @property
+    def is_auto_size(self) -> bool:
+        """Whether the pool's size is left to whoever starts the engine."""
+        return self.pool_size_bytes == AUTO
+
+    @property
     def size_bytes(self) -> int:
-        return int(self.pool_size_bytes)
+        """The pool's size as a number; the default where none was given and nobody decided one."""
+        return DEFAULT_POOL_BYTES if self.is_auto_size else int(self.pool_size_bytes)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ folder (`connector.secret`, `residency`, `refusal`), the settings (`config`) and
 the model (`connector.compat`).
 
 Wire history
-    1   first form: id, model, scope, epoch, segments, captures, order, sig
+    1   first form: id, model, scope, epoch, segments, captures, order, sig; a JSON object a plan
+    2   one base64 text: a JSON head, then the ids of all segments as int32; signed as it is, so that
+        the connector reads a plan of 50 facts in a few tens of microseconds
 """
 
 from __future__ import annotations
@@ -19,19 +21,22 @@ import hmac
 import json
 import secrets
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, overload
 
 from inferscale.errors import PlanRejected
 
 WIRE_KEY = "inferscale"
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 ENCODER_VERSION = 1
 """Raised whenever the way a fact is rendered or encoded changes: old keys are then never reused."""
 
 SegmentKind = Literal["text", "fact", "turn"]
 OrderOp = Literal["forget", "stats"]
+
+_LETTER_OF: dict[SegmentKind, str] = {"text": "x", "fact": "f", "turn": "t"}
+_KIND_OF: dict[str, SegmentKind] = {letter: kind for kind, letter in _LETTER_OF.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,65 @@ class Segment:
     key: str
     token_ids: tuple[int, ...]
     kind: SegmentKind = "fact"
+
+
+class Segments(Sequence[Segment]):
+    """Segments by columns, as they travel: reading 50 of them makes no object for each.
+
+    keys, lengths: one a segment. ids: the token ids of all, one behind the other, packed as int32.
+    """
+
+    __slots__ = ("_kinds", "ids", "keys", "lengths")
+
+    def __init__(self, keys: Sequence[str], lengths: Sequence[int], kinds: str, ids: bytes) -> None:
+        if not len(keys) == len(lengths) == len(kinds) or sum(lengths) * 4 != len(ids):
+            raise ValueError("keys, lengths, kinds and ids of the segments do not agree")
+        if not {str}.issuperset(map(type, keys)):
+            raise ValueError("a segment's key is no text")
+        if not set(kinds) <= set(_KIND_OF) or not all(type(n) is int and n >= 0 for n in lengths):
+            raise ValueError("a segment's kind or length is unknown")
+        self.keys = keys
+        self.lengths = lengths
+        self._kinds = kinds
+        self.ids = ids
+
+    @classmethod
+    def of(cls, segments: Iterable[Segment]) -> Segments:
+        listed = list(segments)
+        ids = b"".join([_pack(segment.token_ids) for segment in listed])
+        kinds = "".join(_LETTER_OF[segment.kind] for segment in listed)
+        return cls([s.key for s in listed], [len(s.token_ids) for s in listed], kinds, ids)
+
+    @property
+    def kinds(self) -> str:
+        """One letter a segment: x text, f fact, t turn."""
+        return self._kinds
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, index: int) -> Segment: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Segment]: ...
+    def __getitem__(self, index: int | slice) -> Segment | Sequence[Segment]:
+        return list(self)[index]
+
+    def __iter__(self) -> Iterator[Segment]:
+        start = 0
+        for key, length, kind in zip(self.keys, self.lengths, self._kinds, strict=True):
+            ids = _unpack(self.ids[4 * start : 4 * (start + length)])
+            yield Segment(key, tuple(ids), _KIND_OF[kind])
+            start += length
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Segments) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash((tuple(self.keys), self.ids))
+
+    def __repr__(self) -> str:
+        return f"Segments({list(self)!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +144,7 @@ class Plan:
     model: str
     scope: str
     epoch: int = 0
-    segments: tuple[Segment, ...] = ()
+    segments: Sequence[Segment] = ()
     captures: tuple[Span, ...] = ()
     order: Order | None = None
     id: str = ""
@@ -88,6 +152,13 @@ class Plan:
     def __post_init__(self) -> None:
         if not self.id:
             object.__setattr__(self, "id", secrets.token_hex(8))
+        if not isinstance(self.segments, Segments):
+            object.__setattr__(self, "segments", Segments.of(self.segments))
+
+    @property
+    def table(self) -> Segments:
+        """The segments by columns."""
+        return cast(Segments, self.segments)
 
 
 def scope_digest(user_id: str | None, agent_id: str | None, run_id: str | None) -> str:
@@ -117,7 +188,7 @@ def cache_salt(secret: bytes, model: str, scope: str, epoch: int, *, is_encoding
     """
     kind = "encode" if is_encoding else "salt"
     text = f"{kind}\0{ENCODER_VERSION}\0{model}\0{scope}\0{epoch}"
-    return "inferscale-" + hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()[:32]
+    return "inferscale-" + hmac.digest(secret, text.encode(), "sha256").hex()[:32]
 
 
 def salt_of(plan: Plan, secret: bytes) -> str:
@@ -128,19 +199,23 @@ def salt_of(plan: Plan, secret: bytes) -> str:
 
 def to_wire(plan: Plan, secret: bytes) -> dict[str, Any]:
     """`kv_transfer_params` that carry `plan`, signed."""
-    body: dict[str, Any] = {
-        "v": WIRE_VERSION,
+    table, order = plan.table, plan.order
+    head = {
         "id": plan.id,
         "model": plan.model,
         "scope": plan.scope,
         "epoch": plan.epoch,
-        "segments": [[s.key, s.kind, base64.b64encode(_pack(s.token_ids)).decode()] for s in plan.segments],
+        "keys": list(table.keys),
+        "lengths": list(table.lengths),
+        "kinds": table.kinds,
         "captures": [[c.key, c.start, c.end] for c in plan.captures],
         "order": None
-        if plan.order is None
-        else [plan.order.op, list(plan.order.keys), [list(e) for e in plan.order.epochs]],
+        if order is None
+        else [order.op, list(order.keys), [list(epoch) for epoch in order.epochs]],
     }
-    body["sig"] = _sign(body, secret)
+    # JSON as written here has no line break, so the first one ends the head.
+    raw = json.dumps(head, separators=(",", ":")).encode() + b"\n" + table.ids
+    body = {"v": WIRE_VERSION, "plan": base64.b64encode(raw).decode(), "sig": _sign(raw, secret)}
     return {WIRE_KEY: body}
 
 
@@ -159,28 +234,30 @@ def from_wire(params: object, secret: bytes) -> Plan | None:
         raise PlanRejected(
             f"the plan has wire version {_short(body.get('v'))}; this connector reads {WIRE_VERSION}."
         )
-    unsigned = {name: value for name, value in body.items() if name != "sig"}
-    signature = body.get("sig")
-    expected = _sign(unsigned, secret).encode()
-    if not isinstance(signature, str) or not hmac.compare_digest(
-        signature.encode("utf-8", "surrogatepass"), expected
-    ):
-        raise PlanRejected("the plan's signature is wrong: it was not made by this server's front end.")
+    text, signature = body.get("plan"), body.get("sig")
+    if not isinstance(text, str) or not isinstance(signature, str):
+        raise PlanRejected("the plan is malformed: 'plan' and 'sig' must be texts.")
     try:
-        order = body["order"]
+        raw = base64.b64decode(text)
+    except ValueError as error:
+        raise PlanRejected(f"the plan is malformed: {error}.") from error
+    given = signature.encode("utf-8", "surrogatepass")
+    if not hmac.compare_digest(given, _sign(raw, secret).encode()):
+        raise PlanRejected("the plan's signature is wrong: it was not made by this server's front end.")
+    head, _, ids = raw.partition(b"\n")
+    try:
+        fields = json.loads(head)
+        order = fields["order"]
         return Plan(
-            model=str(body["model"]),
-            scope=str(body["scope"]),
-            epoch=int(body["epoch"]),
-            segments=tuple(
-                Segment(str(key), tuple(_unpack(base64.b64decode(ids))), cast(SegmentKind, kind))
-                for key, kind, ids in body["segments"]
-            ),
-            captures=tuple(Span(str(key), int(start), int(end)) for key, start, end in body["captures"]),
+            model=str(fields["model"]),
+            scope=str(fields["scope"]),
+            epoch=int(fields["epoch"]),
+            segments=Segments(fields["keys"], fields["lengths"], fields["kinds"], ids),
+            captures=tuple([Span(str(key), int(start), int(end)) for key, start, end in fields["captures"]]),
             order=None if order is None else _read_order(order),
-            id=str(body["id"]),
+            id=str(fields["id"]),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise PlanRejected(f"the plan is malformed: {error}.") from error
 
 
@@ -191,12 +268,8 @@ def _read_order(order: Any) -> Order:
     return Order(cast(OrderOp, op), tuple(keys), tuple((str(s), int(e)) for s, e in epochs))
 
 
-def _sign(body: Mapping[str, Any], secret: bytes) -> str:
-    try:
-        text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise PlanRejected(f"the plan cannot be signed: {error}.") from error
-    return hmac.new(secret, text.encode(), hashlib.sha256).hexdigest()
+def _sign(raw: bytes, secret: bytes) -> str:
+    return hmac.digest(secret, b"%d\0" % WIRE_VERSION + raw, "sha256").hex()
 
 
 def _short(value: object) -> str:

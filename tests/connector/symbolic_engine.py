@@ -144,7 +144,7 @@ class SymbolicWorker:
 
     def before_forward(self, orders: StepOrders) -> None:
         self.failed_blocks.update(orders.failed_blocks)
-        for page in orders.zero_pages:
+        for page in [] if orders.zero_pages is None else orders.zero_pages.tolist():
             for row in range(page * PAGE_SIZE, (page + 1) * PAGE_SIZE):
                 self.pool.pop(row, None)
         if orders.injection is not None:

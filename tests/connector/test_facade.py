@@ -68,24 +68,16 @@ def test_reading_params_fails(engine: SymbolicEngine, monkeypatch: pytest.Monkey
     check_nothing_left(engine)
 
 
-@pytest.mark.parametrize("step", ["_truncate", "pin", "second pin", "_count_use", "_publish"])
+@pytest.mark.parametrize("step", ["truncated", "pin", "_count_use", "_publish"])
 def test_claiming_fails_after_vllm_counts_on_our_tokens(
     engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     side = engine.side
     with monkeypatch.context() as patch:
-        if step == "_truncate":
-            patch.setattr("inferscale.connector.scheduler._truncate", broken)
+        if step == "truncated":
+            patch.setattr("inferscale.connector.locate.Run.truncated", broken)
         elif step == "pin":
             patch.setattr(side.table, "pin", broken)
-        elif step == "second pin":
-            pin, calls = side.table.pin, []
-
-            def second(key: str) -> None:
-                calls.append(key)
-                pin(key) if len(calls) < 2 else broken()
-
-            patch.setattr(side.table, "pin", second)
         else:
             patch.setattr(side, step, broken)
         engine.chat("c", FACT + OTHER + QUESTION, FACT, OTHER)
@@ -111,7 +103,7 @@ def test_the_allocated_blocks_cannot_be_read(engine: SymbolicEngine, monkeypatch
     engine.run()
     assert engine.finish_reasons["c"] == "error"
     assert engine.finish_reasons["plain"] == "length", "it counted on nothing of ours"
-    assert errors(engine) == 2
+    assert errors(engine) == 1, "the blocks of a plain request are not even asked for"
     check_nothing_left(engine)
 
 
@@ -282,11 +274,11 @@ def test_hooks_survive_nonsense(engine: SymbolicEngine) -> None:
     connector.update_state_after_alloc(Request(), None, 0)
     connector.update_connector_output(None)
     assert connector.request_finished(Request(), []) == (False, None)
-    assert errors(engine) == 3
+    assert errors(engine) == 2
 
 
 def test_ids_outside_int32_in_a_prompt(engine: SymbolicEngine) -> None:
-    request = engine.add("c", [1, 2**31, 3], engine.plan(segments=(Segment("k", (1,)),)))
+    request = engine.add("c", [1, 2**31, 3], engine.plan(segments=(Segment("k", (3,)),)))
     assert engine.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     assert errors(engine) == 1
 

@@ -7,12 +7,12 @@ shown that each slot held the right KV. See `symbolic_engine.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from symbolic_engine import BLOCK_SIZE, SymbolicEngine, key_of, segment
 
-from inferscale.connector.locate import Piece
 from inferscale.plan import Order, Span, cache_salt
 
 Make = Callable[..., SymbolicEngine]
@@ -63,7 +63,7 @@ def test_capture_over_chunked_prefill(make_engine: Make, runner: str, depth: int
         entry = engine.side.table.get(key_of(fact))
         assert entry is not None
         assert entry.origin == origin
-        rows = engine.side.table.rows(entry, 0, len(fact)).tolist()
+        rows = entry.rows.tolist()
         assert [engine.worker.pool[row][:2] for row in rows] == [(t, origin + i) for i, t in enumerate(fact)]
 
 
@@ -257,7 +257,8 @@ def test_an_outcome_after_many_resumes_with_generated_tokens_in_the_cache(
             engine.step()
         preempt(engine, "c")
         engine.step()
-        outcome = engine.side.outcomes[engine.side._requests["c"].plan.id]
+        plan_id = engine.side._requests["c"].plan.id
+        outcome = engine.side.answer({"op": "outcome", "id": plan_id})["outcome"]
         assert outcome["resumes"] == resumes
         counts = [outcome[f"{name}_tokens"] for name in ("injected", "cached", "prefilled")]
         assert counts == [30, 3, 0]
@@ -308,7 +309,8 @@ def test_allocation_fails_after_the_match(make_engine: Make, runner: str) -> Non
     engine.step()
     assert "c" not in engine.worker.blocks
     state = engine.side._requests["c"]
-    assert state.match == [Piece(key_of(FACT), 0, 30, 0)], "matched, and then the allocation failed"
+    assert [entry.key for entry in state.match.entries] == [key_of(FACT)]
+    assert (state.match.start, state.match.end) == (0, 30), "matched, and then the allocation failed"
     assert engine.side.table.num_pins == 0
     assert state.num_claims == 0
     engine.side.table.drop([key_of(FACT)])
@@ -322,17 +324,20 @@ def test_fewer_tokens_are_claimed_than_offered(engine: SymbolicEngine) -> None:
     remember(engine, FACT, OTHER)
     request = engine.chat("c", FACT + OTHER + QUESTION, FACT, OTHER)
     side = engine.side
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],))
     for num_external, pieces in ((32, [30, 2]), (30, [30]), (16, [16]), (0, [])):
         assert side.num_matched_tokens(request, 0) == 47
-        side.claim(request, [1, 2, 3, 4], num_external)
-        claimed = [piece for _, pieces_, _ in side._claims for piece in pieces_]
-        assert [piece.end - piece.start for piece in claimed] == pieces
-        for piece in claimed:
-            side.table.unpin(piece.key)
+        side.claim(request, blocks, num_external)
+        runs = [claim.run for claim in side._claims]
+        assert sum(run.num_tokens for run in runs) == num_external
+        assert [len(run.entries) for run in runs] == ([len(pieces)] if pieces else [])
+        assert side.table.num_pins == len(pieces)
+        for run in runs:
+            side.table.unpin(run.entries)
         side._claims.clear()
     assert side.num_matched_tokens(request, 0) == 47
     with pytest.raises(AssertionError, match="more external tokens"):
-        side.claim(request, [1, 2, 3, 4], 48)
+        side.claim(request, blocks, 48)
     assert side.table.num_pins == 0
 
 
@@ -439,16 +444,16 @@ def test_a_plan_that_turned_stale_while_it_was_preempted_injects_no_more(engine:
 def test_dropped_while_pinned_is_injected_and_then_zeroed(make_engine: Make, runner: str) -> None:
     engine = make_engine(runner=runner, depth=2)
     remember(engine, FACT)
-    pages = engine.side.table.held(key_of(FACT)).pages.tolist()
+    pages = engine.side.table.get(key_of(FACT)).pages.tolist()
     engine.chat("c", FACT + QUESTION, FACT, max_tokens=5)
     engine.schedule()
     engine.order("f", Order("forget", (key_of(FACT),)))
     output = engine.schedule()
-    assert output.kv_connector_metadata.orders.zero_pages == [], "the first step still has to read them"
+    assert output.kv_connector_metadata.orders.zero_pages is None, "the first step still has to read them"
     assert not engine.side.table.is_resident(key_of(FACT))
     engine.report()
     output = engine.schedule()
-    assert sorted(output.kv_connector_metadata.orders.zero_pages) == sorted(pages)
+    assert sorted(output.kv_connector_metadata.orders.zero_pages.tolist()) == sorted(pages)
     engine.run()
     assert not engine.worker.pool
     engine.check_idle()

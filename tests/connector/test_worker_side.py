@@ -10,7 +10,7 @@ import torch
 from fake_layers import LAYOUTS, flash_025
 
 from inferscale.config import ConnectorConfig
-from inferscale.connector import worker as worker_module
+from inferscale.connector import movement
 from inferscale.connector.layout import LayerCache, flat_storage
 from inferscale.connector.messages import CaptureOrder, Injection, StepOrders
 from inferscale.connector.worker import WorkerSide
@@ -35,6 +35,11 @@ def make_worker(layers: list[LayerCache], *, free: int = 2**40, **settings: Any)
         **{"pool_size_bytes": 2**16, "page_size_tokens": 4, "compile_injection": False, **settings}
     )
     return WorkerSide(config, layers, rotary(layers[0].head_dim), BLOCKS, BLOCK, lambda: free)
+
+
+def portable(side: WorkerSide) -> movement.PortableMover:
+    assert isinstance(side.mover, movement.PortableMover)
+    return side.mover
 
 
 def read(side: WorkerSide, index: int, slots: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
@@ -64,8 +69,8 @@ def test_capture_then_injection_keeps_or_relocates(name: str, dtype: torch.dtype
     originals = [tuple(part.clone() for part in read(side, index, LAST)) for index in range(3)]
     others = [read(side, index, np.arange(BLOCK + 12, SLOTS - 12))[0].clone() for index in range(3)]
     capture, injection = order(LAST, rows, deltas)
-    side.capture(capture)
-    side.inject(injection)
+    side.mover.capture(*capture)
+    side.mover.inject(*injection)
     for index, (keys, values) in enumerate(originals):
         found_keys, found_values = read(side, index, FIRST)
         assert torch.equal(bits(found_values), bits(values))
@@ -88,8 +93,8 @@ def test_layers_of_different_shapes_and_layouts() -> None:
     originals = [tuple(part.clone() for part in read(side, index, LAST)) for index in range(3)]
     rows = np.arange(3, 15)
     capture, injection = order(LAST, rows, 9)
-    side.capture(capture)
-    side.inject(injection)
+    side.mover.capture(*capture)
+    side.mover.inject(*injection)
     for index, (keys, values) in enumerate(originals):
         found_keys, found_values = read(side, index, FIRST)
         assert torch.equal(bits(found_values), bits(values))
@@ -103,8 +108,8 @@ def test_alternating_layouts_do_not_mix_their_index_maps() -> None:
     side = make_worker([LAYOUTS[name](BLOCKS, BLOCK, HEADS, DIM, torch.float32) for name in names])
     originals = [read(side, index, LAST)[0].clone() for index in range(5)]
     capture, injection = order(LAST, np.arange(12), 0)
-    side.capture(capture)
-    side.inject(injection)
+    side.mover.capture(*capture)
+    side.mover.inject(*injection)
     for index in range(5):
         assert torch.equal(read(side, index, FIRST)[0], originals[index])
 
@@ -112,20 +117,22 @@ def test_alternating_layouts_do_not_mix_their_index_maps() -> None:
 @pytest.mark.parametrize("rows_per_piece", [1, 5, 12, 100])
 def test_a_step_in_pieces(rows_per_piece: int) -> None:
     side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
-    side._rows_per_piece = rows_per_piece
+    portable(side)._rows_per_piece = rows_per_piece
     keys = read(side, 0, LAST)[0].clone()
     deltas = np.arange(12) * 3
     capture, injection = order(LAST, np.arange(20, 32), deltas)
-    side.capture(capture)
-    side.inject(injection)
+    side.mover.capture(*capture)
+    side.mover.inject(*injection)
     assert torch.equal(read(side, 0, FIRST)[0], relocate(keys, torch.from_numpy(deltas), side.rotary))
 
 
 def test_the_scratch_bound_sets_the_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_module, "SCRATCH_BYTES", 1)
-    assert make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])._rows_per_piece == 64
-    monkeypatch.setattr(worker_module, "SCRATCH_BYTES", 24 * 4 * 3 * 1000)
-    assert make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])._rows_per_piece == 1000
+    monkeypatch.setattr(movement, "SCRATCH_BYTES", 1)
+    assert portable(make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)]))._rows_per_piece == 64
+    monkeypatch.setattr(movement, "SCRATCH_BYTES", 24 * 4 * 3 * 1000)
+    assert (
+        portable(make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)]))._rows_per_piece == 1000
+    )
 
 
 # one step -------------------------------------------------------------------------------------
@@ -135,7 +142,7 @@ def test_a_step_zeroes_then_injects_then_captures_and_reports() -> None:
     side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
     capture, injection = order(LAST, np.arange(12), 0)
     side.slab.data.fill_(1)
-    side.before_forward(StepOrders(step=3, capture=capture, zero_pages=[0, 5]))
+    side.before_forward(StepOrders(step=3, capture=capture, zero_pages=np.array([0, 5], dtype=np.int32)))
     assert side.slab.data[:4].eq(0).all()
     assert side.slab.data[4:20].eq(1).all()
     assert side.slab.data[20:24].eq(0).all()
@@ -153,8 +160,8 @@ def test_a_step_zeroes_then_injects_then_captures_and_reports() -> None:
 
 def test_a_step_without_work_reports_nothing() -> None:
     side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
-    side.before_forward(StepOrders(zero_pages=[1]))
-    side.after_forward(StepOrders(zero_pages=[1]))
+    side.before_forward(StepOrders(zero_pages=np.array([1], dtype=np.int32)))
+    side.after_forward(StepOrders(zero_pages=np.array([1], dtype=np.int32)))
     assert side.take_report() is None
 
 
@@ -240,8 +247,8 @@ def test_the_compiled_path_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert half == DIM // 2
         return lambda *args: used.append(len(args[1])) or gather(*args)
 
-    monkeypatch.setattr(worker_module, "compile_gather", fake_compile)
+    monkeypatch.setattr(movement, "compile_gather", fake_compile)
     side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)], compile_injection=True)
     _, injection = order(LAST, np.arange(9), 1)
-    side.inject(injection)
+    side.mover.inject(*injection)
     assert used == [9]

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inferscale.pool.table import PageTable
+from inferscale.pool.table import Entry, PageTable
 
 NUM_PAGES, PAGE = 7, 4
 KEYS = [f"k{i}" for i in range(6)]
@@ -58,12 +58,12 @@ class PageTableMachine(RuleBasedStateMachine):
         needed = -(-num_tokens // PAGE)
         evictable = sum(entry.num_pages for entry in self.model.values() if entry.is_evictable)
         fits = needed <= self.free_pages() + evictable
-        before = {key: self.table.held(key).pages.tolist() for key in self.model}
+        before = {key: held(self.table, key).pages.tolist() for key in self.model}
         assert self.table.can_reserve(num_tokens) == fits
         entry = self.table.reserve(key, num_tokens, origin)
         if not fits:
             assert entry is None
-            assert before == {key: self.table.held(key).pages.tolist() for key in self.model}
+            assert before == {key: held(self.table, key).pages.tolist() for key in self.model}
             return
         assert entry is not None
         while self.free_pages() < needed:
@@ -91,7 +91,7 @@ class PageTableMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from([key for key, entry in self.model.items() if entry.is_resident]))
-        self.table.pin(key)
+        self.table.pin([held(self.table, key)])
         self.model[key].pins += 1
         self.model[key] = self.model.pop(key)
 
@@ -99,7 +99,7 @@ class PageTableMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from([key for key, entry in self.model.items() if entry.pins]))
-        self.table.unpin(key)
+        self.table.unpin([held(self.table, key)])
         self.model[key].pins -= 1
         if self.model[key].is_dropped and not self.model[key].pins:
             self.forget(key)
@@ -122,8 +122,8 @@ class PageTableMachine(RuleBasedStateMachine):
     @rule()
     def take_freed_pages(self) -> None:
         pages = self.table.take_freed_pages()
-        assert len(pages) == sum(self.freed)
-        assert all(0 <= page < NUM_PAGES for page in pages)
+        assert (0 if pages is None else len(pages)) == sum(self.freed)
+        assert pages is None or all(0 <= page < NUM_PAGES for page in pages.tolist())
         self.freed = []
 
     @invariant()
@@ -149,6 +149,16 @@ PageTableMachine.TestCase.settings = settings(max_examples=60, stateful_step_cou
 TestPageTable = PageTableMachine.TestCase
 
 
+def held(table: PageTable, key: str) -> Entry:
+    """The entry of `key`, even if it was dropped while pinned; KeyError if its pages are free."""
+    return table._entries[key]
+
+
+def freed(table: PageTable) -> list[int]:
+    pages = table.take_freed_pages()
+    return [] if pages is None else pages.tolist()
+
+
 def resident(table: PageTable, key: str, num_tokens: int) -> None:
     assert table.reserve(key, num_tokens, 0) is not None
     table.commit(key)
@@ -158,8 +168,8 @@ def test_the_least_recently_used_goes_first_and_pinning_is_a_use() -> None:
     table = PageTable(3, 4)
     for key in "abc":
         resident(table, key, 4)
-    table.pin("a")
-    table.unpin("a")
+    table.pin([held(table, "a")])
+    table.unpin([held(table, "a")])
     table.touch("b")
     resident(table, "d", 4)
     assert [table.holds(key) for key in "abcd"] == [True, True, False, True]
@@ -172,9 +182,9 @@ def test_an_entry_being_written_or_pinned_is_never_evicted() -> None:
     table = PageTable(2, 4)
     table.reserve("writing", 4, 0)
     resident(table, "pinned", 4)
-    table.pin("pinned")
+    table.pin([held(table, "pinned")])
     assert table.reserve("new", 1, 0) is None
-    table.unpin("pinned")
+    table.unpin([held(table, "pinned")])
     assert table.reserve("new", 5, 0) is None, "only one page can be had"
     assert table.is_resident("pinned"), "nothing is evicted for a segment that does not fit anyway"
     assert table.reserve("new", 4, 0) is not None
@@ -183,21 +193,21 @@ def test_an_entry_being_written_or_pinned_is_never_evicted() -> None:
 def test_a_segment_dropped_while_pinned_keeps_its_pages_until_the_last_unpin() -> None:
     table = PageTable(2, 4)
     resident(table, "a", 8)
-    table.pin("a")
-    table.pin("a")
-    pages = table.held("a").pages.tolist()
+    table.pin([held(table, "a")])
+    table.pin([held(table, "a")])
+    pages = held(table, "a").pages.tolist()
     assert table.drop(["a", "a", "unknown"]) == 1
     assert not table.is_resident("a")
     assert table.get("a") is None
-    assert table.held("a").pages.tolist() == pages
+    assert held(table, "a").pages.tolist() == pages
     assert table.reserve("b", 1, 0) is None
-    table.unpin("a")
-    assert table.take_freed_pages() == []
-    table.unpin("a")
-    assert sorted(table.take_freed_pages()) == sorted(pages)
+    table.unpin([held(table, "a")])
+    assert table.take_freed_pages() is None
+    table.unpin([held(table, "a")])
+    assert sorted(freed(table)) == sorted(pages)
     assert table.num_free_pages == 2
     with pytest.raises(KeyError):
-        table.held("a")
+        held(table, "a")
 
 
 def test_a_segment_dropped_while_written_is_freed_when_the_step_is_reported() -> None:
@@ -209,7 +219,7 @@ def test_a_segment_dropped_while_written_is_freed_when_the_step_is_reported() ->
         end(table, "a")
         assert not table.holds("a")
         assert table.num_resident == 0
-        assert table.take_freed_pages() == [0]
+        assert freed(table) == [0]
 
 
 def test_evicted_and_abandoned_pages_are_zeroed_too() -> None:
@@ -218,7 +228,7 @@ def test_evicted_and_abandoned_pages_are_zeroed_too() -> None:
     resident(table, "b", 1)
     table.reserve("c", 1, 0)
     table.abandon("c")
-    assert table.take_freed_pages() == [0, 0, 0]
+    assert freed(table) == [0, 0, 0]
 
 
 def test_rows_run_across_pages_that_are_no_neighbours() -> None:
@@ -229,19 +239,14 @@ def test_rows_run_across_pages_that_are_no_neighbours() -> None:
     entry = table.reserve("x", 10, 3)
     assert entry is not None
     expected = np.array([page * 4 + offset for page in entry.pages.tolist() for offset in range(4)])
-    for start in range(11):
-        for end in range(start, 11):
-            rows = table.rows(entry, start, end)
-            assert rows.dtype == np.int64
-            assert rows.tolist() == expected[start:end].tolist()
-    with pytest.raises(AssertionError):
-        table.rows(entry, 0, 11)
+    assert entry.rows.dtype == np.int32
+    assert entry.rows.tolist() == expected[:10].tolist()
 
 
 def test_rows_of_two_segments_never_meet() -> None:
     table = PageTable(8, 4)
     entries = [table.reserve(key, 7, 0) for key in "abcd"]
-    rows = [row for entry in entries if entry for row in table.rows(entry, 0, 7).tolist()]
+    rows = [row for entry in entries if entry for row in entry.rows.tolist()]
     assert len(set(rows)) == len(rows) == 28
 
 
@@ -255,7 +260,38 @@ def test_asking_for_room_does_not_walk_the_entries() -> None:
     table = PageTable(2, 4)
     resident(table, "a", 4)
     resident(table, "b", 4)
-    table.pin("b")
+    table.pin([held(table, "b")])
     table._entries = NotToBeWalked(table._entries)
     assert table.can_reserve(4)
     assert not table.can_reserve(5)
+
+
+def test_the_resident_run_ends_at_the_first_that_is_missing_or_of_another_length() -> None:
+    table = PageTable(10, 4)
+    for key in "abcd":
+        resident(table, key, 5)
+    table.reserve("w", 5, 0)
+
+    def run(keys: str, lengths: list[int]) -> list[str]:
+        return [entry.key for entry in table.resident_run(list(keys), lengths)]
+
+    assert run("abcd", [5] * 4) == ["a", "b", "c", "d"]
+    assert run("abwd", [5] * 4) == ["a", "b"], "being written"
+    assert run("axcd", [5] * 4) == ["a"], "unknown"
+    assert run("abcd", [5, 4, 5, 5]) == ["a"], "another length"
+    table.pin([held(table, "b")])
+    table.drop(["b"])
+    assert run("abcd", [5] * 4) == ["a"], "dropped while pinned"
+
+
+def test_pinning_a_segment_that_is_gone_pins_none() -> None:
+    table = PageTable(2, 4)
+    resident(table, "a", 4)
+    resident(table, "b", 4)
+    entries = table.resident_run(["a", "b"], [4, 4])
+    resident(table, "c", 4)
+    with pytest.raises(AssertionError):
+        table.pin(entries[::-1])
+    assert table.num_pins == 0
+    assert held(table, "b").pins == 0
+    table.check()

@@ -7,43 +7,56 @@ seams can differ from the plan's. A segment that is not found is prefilled as te
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
-from inferscale.plan import Segment
-
-
-class Located(NamedTuple):
-    """A segment and its place in the prompt: tokens `[start, end)`."""
-
-    key: str
-    start: int
-    end: int
+from inferscale.plan import Segments
+from inferscale.pool.table import Entry
 
 
 class Placement(NamedTuple):
-    """Located segments in prompt order, and how many of the plan's segments were not found."""
+    """Segments found in the prompt, in its order, by columns: segment i is tokens `[starts[i], ends[i])`.
 
-    located: tuple[Located, ...]
+    num_lost: how many of the plan's segments were not found.
+    """
+
+    keys: Sequence[str]
+    starts: Sequence[int]
+    ends: Sequence[int]
     num_lost: int
 
+    @property
+    def end(self) -> int:
+        """Where the last segment ends."""
+        return self.ends[-1] if self.ends else 0
 
-def locate(prompt_ids: Sequence[int], segments: Sequence[Segment]) -> Placement:
+
+def locate(prompt_ids: Sequence[int], segments: Segments) -> Placement:
     """Match segments by their ids, in order, each at its first place behind the one before."""
+    num_tokens = len(segments.ids) // 4
+    opening = array("i", prompt_ids[:num_tokens]).tobytes()
+    if opening and opening == segments.ids and all(segments.lengths):
+        # As nearly always: head and facts open the prompt, one behind the other.
+        ends = list(accumulate(segments.lengths))
+        return Placement(segments.keys, [0, *ends[:-1]], ends, 0)
     haystack = array("i", prompt_ids).tobytes()
-    located: list[Located] = []
-    num_lost = 0
-    cursor = 0
-    for segment in segments:
-        needle = array("i", segment.token_ids).tobytes()
+    keys: list[str] = []
+    starts: list[int] = []
+    found_ends: list[int] = []
+    at_id = cursor = 0
+    for key, length in zip(segments.keys, segments.lengths, strict=True):
+        needle = segments.ids[4 * at_id : 4 * (at_id + length)]
+        at_id += length
         at = _find_aligned(haystack, needle, cursor * 4) if needle else -1
         if at < 0:
-            num_lost += 1
             continue
-        start = at // 4
-        cursor = start + len(segment.token_ids)
-        located.append(Located(segment.key, start, cursor))
-    return Placement(tuple(located), num_lost)
+        cursor = at // 4 + length
+        keys.append(key)
+        starts.append(at // 4)
+        found_ends.append(cursor)
+    return Placement(keys, starts, found_ends, len(segments) - len(keys))
 
 
 def _find_aligned(haystack: bytes, needle: bytes, start: int) -> int:
@@ -53,31 +66,53 @@ def _find_aligned(haystack: bytes, needle: bytes, start: int) -> int:
     return at
 
 
-class Piece(NamedTuple):
-    """Tokens `[start, end)` of the segment `key`, to be written at prompt position `position`."""
+class Run(NamedTuple):
+    """Prompt tokens `[start, end)`, to be taken from these segments, which stand one behind the other.
 
-    key: str
+    segment_starts: where each of them begins in the prompt; the first may begin before `start` and the
+    last may reach beyond `end`.
+    """
+
+    entries: Sequence[Entry]
+    segment_starts: Sequence[int]
     start: int
     end: int
-    position: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+    def truncated(self, num_tokens: int) -> Run:
+        """Its first `num_tokens` tokens."""
+        end = self.start + num_tokens
+        assert end <= self.end, "vLLM counts more external tokens than were offered"
+        kept = len(self.entries) if end == self.end else sum(start < end for start in self.segment_starts)
+        kept = kept if num_tokens else 0
+        return Run(self.entries[:kept], self.segment_starts[:kept], self.start, end)
 
 
-def leading_run(
-    located: Sequence[Located], num_computed: int, limit: int, is_resident: Callable[[str], bool]
-) -> list[Piece]:
+NO_RUN = Run((), (), 0, 0)
+
+ResidentRun = Callable[[Sequence[str], Sequence[int]], list[Entry]]
+"""`PageTable.resident_run`."""
+
+
+def leading_run(placement: Placement, num_computed: int, limit: int, resident_run: ResidentRun) -> Run:
     """The contiguous resident run directly behind the first `num_computed` tokens.
 
     It may begin inside a segment (a prefix-cache block ended there) and stops at the first gap,
     at the first segment that is not resident, and at `limit` (exclusive position).
     """
-    pieces: list[Piece] = []
-    at = num_computed
-    for segment in located:
-        if segment.end <= at:
-            continue
-        if segment.start > at or at >= limit or not is_resident(segment.key):
-            break
-        end = min(segment.end, limit)
-        pieces.append(Piece(segment.key, at - segment.start, end - segment.start, at))
-        at = end
-    return pieces
+    keys, starts, ends, _ = placement
+    first = bisect_right(ends, num_computed)
+    if first == len(keys) or starts[first] > num_computed or num_computed >= limit:
+        return NO_RUN
+    last = first + 1
+    while last < len(keys) and starts[last] == ends[last - 1] and starts[last] < limit:
+        last += 1
+    lengths = [end - start for start, end in zip(starts[first:last], ends[first:last], strict=True)]
+    entries = resident_run(keys[first:last], lengths)
+    if not entries:
+        return NO_RUN
+    last = first + len(entries)
+    return Run(entries, starts[first:last], num_computed, min(ends[last - 1], limit))

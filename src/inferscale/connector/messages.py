@@ -12,14 +12,14 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int32]
 
 
 class Injection(NamedTuple):
     """Pool rows to be written into the paged cache before the forward pass; all requests of a step.
 
-    rows: int64 [n], slab rows. slots: int64 [n], slots of the paged cache (block · block size +
-    offset). deltas: int64 [n], serving position minus capture position of each token.
+    rows: int32 [n], slab rows. slots: int32 [n], slots of the paged cache (block · block size +
+    offset). deltas: int32 [n], serving position minus capture position of each token.
     """
 
     rows: IntArray
@@ -30,7 +30,7 @@ class Injection(NamedTuple):
 class CaptureOrder(NamedTuple):
     """Slots to be copied into pool rows after the forward pass; all spans of a step.
 
-    slots, rows: int64 [n].
+    slots, rows: int32 [n].
     """
 
     slots: IntArray
@@ -48,7 +48,7 @@ class StepOrders:
     step: int = 0
     injection: Injection | None = None
     capture: CaptureOrder | None = None
-    zero_pages: list[int] = field(default_factory=list)
+    zero_pages: IntArray | None = None
     failed_blocks: list[int] = field(default_factory=list)
 
 

@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from inferscale.connector.locate import Piece, leading_run, locate
+from inferscale.connector.locate import NO_RUN, Run, leading_run, locate
 from inferscale.connector.messages import CaptureOrder, Injection, IntArray, StepOrders, StepReport
 from inferscale.connector.state import Counters, RequestState, StepRecord, outcome_of, sizes_of
 from inferscale.errors import PlanRejected
@@ -37,6 +38,14 @@ MAX_OUTCOMES = 4096
 """Outcomes kept for callers that ask over the socket; the oldest are forgotten."""
 
 
+class _Claim(NamedTuple):
+    """What vLLM was promised for a request in the step being scheduled: this run, into these blocks."""
+
+    state: RequestState
+    run: Run
+    block_ids: list[int]
+
+
 class SchedulerSide:
     """Page table, pins and orders. All methods are called from the engine's scheduler thread."""
 
@@ -47,14 +56,17 @@ class SchedulerSide:
         self.secret = secret
         self.counters = Counters()
         self._broken_requests: set[str] = set()
-        self.outcomes: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        # A request that still runs stands here itself: its outcome is made when somebody asks.
+        self.outcomes: OrderedDict[str, dict[str, Any] | RequestState] = OrderedDict()
         self._requests: dict[str, RequestState] = {}
         self._rejected: dict[str, str] = {}
-        self._claims: list[tuple[RequestState, list[Piece], list[int]]] = []
+        self._followed: dict[str, RequestState] = {}  # of `_requests`, those whose blocks still matter
+        self._claims: list[_Claim] = []
         self._steps: dict[int, StepRecord] = {}
         self._open = StepRecord()  # of the step whose orders are being built
         self._num_steps = 0
         self._epochs: dict[str, int] = {}
+        self._block_offsets = np.arange(block_size, dtype=np.int32)
 
     # match ------------------------------------------------------------------------------------
 
@@ -67,7 +79,7 @@ class SchedulerSide:
         state = self._state_of(request)
         if state is None:
             return 0
-        state.match = []
+        state.match = NO_RUN
         state.match_start = num_computed
         if not state.can_inject or state.placement is None:
             return 0
@@ -79,8 +91,8 @@ class SchedulerSide:
             return 0
         # Never the whole prompt: the last token must be computed for its logits.
         limit = request.num_tokens - 1
-        state.match = leading_run(state.placement.located, num_computed, limit, self.table.is_resident)
-        return sum(piece.end - piece.start for piece in state.match)
+        state.match = leading_run(state.placement, num_computed, limit, self.table.resident_run)
+        return state.match.num_tokens
 
     def _state_of(self, request: Any) -> RequestState | None:
         request_id = request.request_id
@@ -101,6 +113,8 @@ class SchedulerSide:
             return None
         state = self._admit(request, plan)
         self._requests[request_id] = state
+        if state.is_followed:
+            self._followed[request_id] = state
         return state
 
     def _is_stale(self, plan: Plan) -> bool:
@@ -131,7 +145,7 @@ class SchedulerSide:
             state.reason = "the prompt has images, audio, video or embeddings"
         else:
             state.can_inject = True
-            state.placement = locate(prompt_ids, plan.segments)
+            state.placement = locate(prompt_ids, plan.table)
             self.counters.segments_lost += state.placement.num_lost
         if state.reason is not None:
             logger.warning("Request %s: prefilled as text: %s", request.request_id, state.reason)
@@ -139,31 +153,28 @@ class SchedulerSide:
 
     # claim ------------------------------------------------------------------------------------
 
-    def claim(self, request: Any, block_ids: list[int], num_external: int) -> None:
-        """vLLM allocated `block_ids` for the request and counts `num_external` tokens as ours."""
+    def claim(self, request: Any, blocks: Any, num_external: int) -> None:
+        """vLLM allocated `blocks` (its KVCacheBlocks) for the request; `num_external` tokens are ours."""
         state = self._requests.get(request.request_id)
         if state is None:
             assert num_external == 0
             return
-        pieces = _truncate(state.match, num_external)
-        state.match = []
-        if pieces:
-            pinned: list[Piece] = []
-            self._claims.append((state, pinned, block_ids))
-            for piece in pieces:
-                self.table.pin(piece.key)
-                pinned.append(piece)
+        run, state.match = state.match.truncated(num_external), NO_RUN
+        if run.entries:
+            block_ids = list(blocks.get_block_ids()[0])
+            self.table.pin(run.entries)
+            self._claims.append(_Claim(state, run, block_ids))
         if state.plan.order is None:
-            self._count_use(state, pieces)
+            self._count_use(state, run)
             state.note_claim(num_external)
-            self._publish(state)
+            self._publish(state.plan.id, state)
 
-    def _count_use(self, state: RequestState, pieces: list[Piece]) -> None:
-        self.counters.segments_injected += len(pieces)
-        self.counters.tokens_injected += sum(piece.end - piece.start for piece in pieces)
-        if state.placement is not None and state.num_claims == 0:
+    def _count_use(self, state: RequestState, run: Run) -> None:
+        self.counters.segments_injected += len(run.entries)
+        self.counters.tokens_injected += run.num_tokens
+        if state.placement is not None and state.num_claims == 0 and run.end < state.placement.end:
             self.counters.segments_missing += sum(
-                1 for segment in state.placement.located if not self.table.is_resident(segment.key)
+                1 for key in state.placement.keys if not self.table.is_resident(key)
             )
 
     # order ------------------------------------------------------------------------------------
@@ -189,26 +200,29 @@ class SchedulerSide:
     def _build_injection(self, record: StepRecord) -> Injection | None:
         if not self._claims:
             return None
-        rows: list[IntArray] = []
-        slots: list[IntArray] = []
-        deltas: list[IntArray] = []
-        for _, pieces, block_ids in self._claims:
-            blocks = np.asarray(block_ids, dtype=np.int64)
-            for piece in pieces:
-                entry = self.table.held(piece.key)
-                rows.append(self.table.rows(entry, piece.start, piece.end))
-                positions = np.arange(
-                    piece.position, piece.position + piece.end - piece.start, dtype=np.int64
-                )
-                slots.append(
-                    blocks[positions // self.block_size] * self.block_size + positions % self.block_size
-                )
-                shift = (piece.position - piece.start) - entry.origin
-                deltas.append(np.full(len(positions), shift, dtype=np.int64))
-                record.pins.append(piece.key)
-        if not rows:  # a claim that failed before its first pin
-            return None
-        return Injection(np.concatenate(rows), np.concatenate(slots), np.concatenate(deltas))
+        parts: list[Injection] = []
+        for _, run, block_ids in self._claims:
+            rows = np.concatenate([entry.rows for entry in run.entries])
+            shifts = [
+                start - entry.origin for start, entry in zip(run.segment_starts, run.entries, strict=True)
+            ]
+            lengths = [entry.num_tokens for entry in run.entries]
+            deltas = np.repeat(np.array(shifts, dtype=np.int32), lengths)
+            skipped = run.start - run.segment_starts[0]
+            part = slice(skipped, skipped + run.num_tokens)
+            parts.append(Injection(rows[part], self._slots(block_ids, run.start, run.end), deltas[part]))
+            record.pins.extend(run.entries)
+        if len(parts) == 1:
+            return parts[0]
+        return Injection(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+    def _slots(self, block_ids: Sequence[int], start: int, end: int) -> IntArray:
+        """Slots of the prompt tokens `[start, end)` of a request with these blocks; int32."""
+        size = self.block_size
+        first = start // size
+        blocks = np.array(block_ids[first : -(-end // size)], dtype=np.int32)
+        slots: IntArray = (blocks[:, None] * size + self._block_offsets).ravel()
+        return slots[start - first * size : end - first * size]
 
     def _follow_blocks(self, scheduler_output: Any) -> None:
         """Keep the block lists of capturing requests, and carry out orders of new ones."""
@@ -216,39 +230,43 @@ class SchedulerSide:
             if request_id in self._requests:
                 self.counters.preemptions += 1
                 self._requests[request_id].block_ids = []
+        if not self._followed:
+            return
         for new in scheduler_output.scheduled_new_reqs:
-            state = self._requests.get(new.req_id)
+            state = self._followed.get(new.req_id)
             if state is None:
                 continue
             state.block_ids = list(new.block_ids[0])
             if state.plan.order is not None and state.answer is None:
                 state.answer = self._execute(state.plan.order)
+                del self._followed[new.req_id]
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
-            state = self._requests.get(request_id)
-            new_blocks = cached.new_block_ids[index]
+            state = self._followed.get(request_id)
             if state is None or not state.plan.captures:
                 continue
+            new_blocks = cached.new_block_ids[index]
             if request_id in cached.resumed_req_ids:
                 state.block_ids = []
             if new_blocks is not None:
                 state.block_ids.extend(new_blocks[0])
 
     def _build_capture(self, scheduler_output: Any, record: StepRecord) -> CaptureOrder | None:
+        if not self._followed:
+            return None
         slots: list[IntArray] = []
         rows: list[IntArray] = []
         for request_id, num_computed in _computed_before(scheduler_output):
-            state = self._requests.get(request_id)
+            state = self._followed.get(request_id)
             if state is None or not state.plan.captures or not state.can_inject or not state.can_capture:
                 continue
             if self._is_stale(state.plan):  # its facts may just have been forgotten
                 continue
             computed = num_computed + scheduler_output.num_scheduled_tokens[request_id]
-            blocks = np.asarray(state.block_ids, dtype=np.int64)
             for span in state.plan.captures:
                 if span.key in state.captured or not 0 <= span.start < span.end <= state.num_prompt_tokens:
                     continue
-                if span.end > computed or span.end > len(blocks) * self.block_size:
+                if span.end > computed or span.end > len(state.block_ids) * self.block_size:
                     continue
                 state.captured.add(span.key)
                 if self.table.holds(span.key):
@@ -258,11 +276,10 @@ class SchedulerSide:
                     self.counters.captures_without_room += 1
                     continue
                 record.writing.append(span.key)
-                positions = np.arange(span.start, span.end, dtype=np.int64)
-                slots.append(
-                    blocks[positions // self.block_size] * self.block_size + positions % self.block_size
-                )
-                rows.append(self.table.rows(entry, 0, entry.num_tokens))
+                slots.append(self._slots(state.block_ids, span.start, span.end))
+                rows.append(entry.rows)
+            if not state.is_followed:
+                del self._followed[request_id]
         if not slots:
             return None
         return CaptureOrder(np.concatenate(slots), np.concatenate(rows))
@@ -300,16 +317,16 @@ class SchedulerSide:
         garbage. Requests that are open stop capturing: their block lists may have missed this step.
         """
         blocks = self._take_broken_blocks(scheduler_output)
-        for state, pieces, block_ids in self._claims:
+        for state, run, block_ids in self._claims:
             blocks.extend(block_ids[state.match_start // self.block_size :])
-            for piece in pieces:
-                self.table.unpin(piece.key)
+            self.table.unpin(run.entries)
         self._claims.clear()
         for key in self._open.writing:
             self.table.abandon(key)
         self._open = StepRecord()
         for state in self._requests.values():
             state.can_capture = False
+        self._followed = {name: state for name, state in self._followed.items() if state.is_followed}
         return StepOrders(failed_blocks=sorted(set(blocks)))
 
     # report -----------------------------------------------------------------------------------
@@ -320,8 +337,7 @@ class SchedulerSide:
             record = self._steps.pop(step, None)
             if record is None:
                 continue
-            for key in record.pins:
-                self.table.unpin(key)
+            self.table.unpin(record.pins)
             for key in record.writing:
                 if step in report.failed_captures:
                     self.counters.captures_failed += 1
@@ -340,15 +356,16 @@ class SchedulerSide:
         state = self._requests.pop(request.request_id, None)
         if state is None:
             return None
-        return self._publish(state)
-
-    def _publish(self, state: RequestState) -> dict[str, Any]:
+        self._followed.pop(request.request_id, None)
         outcome = outcome_of(state, self.table)
-        self.outcomes[state.plan.id] = outcome
-        self.outcomes.move_to_end(state.plan.id)
+        self._publish(state.plan.id, outcome)
+        return outcome
+
+    def _publish(self, plan_id: str, outcome: dict[str, Any] | RequestState) -> None:
+        self.outcomes[plan_id] = outcome
+        self.outcomes.move_to_end(plan_id)
         while len(self.outcomes) > MAX_OUTCOMES:
             self.outcomes.popitem(last=False)
-        return outcome
 
     def stats(self) -> dict[str, Any]:
         """Counters and sizes; plain numbers only."""
@@ -365,7 +382,10 @@ class SchedulerSide:
         if op == "residency":
             return {"resident": [self.table.is_resident(key) for key in question["keys"]]}
         if op == "outcome":
-            return {"outcome": self.outcomes.get(question["id"])}
+            outcome = self.outcomes.get(question["id"])
+            if isinstance(outcome, RequestState):
+                outcome = outcome_of(outcome, self.table)
+            return {"outcome": outcome}
         if op == "stats":
             return {"stats": self.stats()}
         raise ValueError(f"unknown op {op!r}; known are 'residency', 'outcome' and 'stats'")
@@ -373,19 +393,6 @@ class SchedulerSide:
     def reset(self) -> None:
         """Forget all segments (vLLM's `reset_prefix_cache(reset_connector=True)`)."""
         self.table.clear()
-
-
-def _truncate(pieces: list[Piece], num_tokens: int) -> list[Piece]:
-    """The first `num_tokens` tokens of a run."""
-    kept: list[Piece] = []
-    for piece in pieces:
-        take = min(piece.end - piece.start, num_tokens)
-        if take <= 0:
-            break
-        kept.append(piece._replace(end=piece.start + take))
-        num_tokens -= take
-    assert num_tokens <= 0, "vLLM counts more external tokens than were offered"
-    return kept
 
 
 def _computed_before(scheduler_output: Any) -> list[tuple[str, int]]:

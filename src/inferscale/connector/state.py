@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
-from inferscale.connector.locate import Piece, Placement
+from inferscale.connector.locate import NO_RUN, Placement, Run
 from inferscale.plan import Plan
-from inferscale.pool.table import PageTable
+from inferscale.pool.table import Entry, PageTable
 
 
 @dataclass
@@ -22,7 +23,7 @@ class RequestState:
     plan: Plan
     can_inject: bool
     placement: Placement | None = None
-    match: list[Piece] = field(default_factory=list)
+    match: Run = NO_RUN
     match_start: int = 0
     block_ids: list[int] = field(default_factory=list)
     captured: set[str] = field(default_factory=set)
@@ -44,6 +45,13 @@ class RequestState:
         self.num_claims += 1
 
     @property
+    def is_followed(self) -> bool:
+        """Whether its blocks still matter: for a capture or an order that is still to come."""
+        if self.plan.order is not None:
+            return self.answer is None
+        return self.can_capture and len(self.captured) < len(self.plan.captures)
+
+    @property
     def num_injected(self) -> int:
         return sum(last - first for first, last in self.injected)
 
@@ -58,9 +66,9 @@ class RequestState:
 
 @dataclass
 class StepRecord:
-    """What a step's report will release: pins of injected segments, keys being written."""
+    """What a step's report will release: pinned entries of injected segments, keys being written."""
 
-    pins: list[str] = field(default_factory=list)
+    pins: list[Entry] = field(default_factory=list)
     writing: list[str] = field(default_factory=list)
 
     def is_empty(self) -> bool:
@@ -95,7 +103,7 @@ def outcome_of(state: RequestState, table: PageTable) -> dict[str, Any]:
     captured: spans that the pool holds now. reason: why nothing was injected. answer: of an order.
     """
     injected, supplied = state.num_injected, state.num_supplied
-    located = state.placement.located if state.placement else ()
+    ends = state.placement.ends if state.placement else ()
     outcome: dict[str, Any] = {
         "id": state.plan.id,
         "prompt_tokens": state.num_prompt_tokens,
@@ -103,7 +111,7 @@ def outcome_of(state: RequestState, table: PageTable) -> dict[str, Any]:
         "cached_tokens": supplied - injected,
         "prefilled_tokens": state.num_prompt_tokens - supplied,
         "resumes": max(0, state.num_claims - 1),
-        "covered_segments": sum(1 for s in located if s.end <= supplied),
+        "covered_segments": bisect_right(ends, supplied),
         "segments": len(state.plan.segments),
         "lost_segments": state.placement.num_lost if state.placement else 0,
         "captured": sum(1 for span in state.plan.captures if table.get(span.key) is not None),

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
@@ -58,8 +60,8 @@ class Slab:
         heads, dim = self.shape.layers[0]
         return self.data.view(-1, len(self.shape.layers), 2, heads, dim)
 
-    def zero_pages(self, pages: Sequence[int]) -> None:
+    def zero_pages(self, pages: Sequence[int] | npt.NDArray[np.int32]) -> None:
         """Overwrite freed pages, so that nothing of a forgotten fact remains in memory."""
-        rows = torch.tensor(pages, dtype=torch.int64).unsqueeze(1) * self.page_size_tokens
+        rows = torch.as_tensor(pages).to(torch.int64).unsqueeze(1) * self.page_size_tokens
         rows = (rows + torch.arange(self.page_size_tokens)).flatten()
         self.data.index_fill_(0, rows.to(self.data.device), 0)

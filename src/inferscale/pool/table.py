@@ -15,27 +15,29 @@ Only an unpinned RESIDENT entry is ever evicted.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int32]
 
 
 @dataclass(slots=True)
 class Entry:
     """One segment in the pool.
 
-    pages: page numbers in token order. origin: position of its first token when it was captured;
-    keys are stored as rotated there, so a move to position p rotates by p − origin.
+    pages: page numbers in token order. rows: int32 [num_tokens], slab row of each token. origin: position
+    of its first token when it was captured; keys are stored as rotated there, so a move to position p
+    rotates by p − origin.
     """
 
     key: str
     num_tokens: int
     origin: int
     pages: IntArray
+    rows: IntArray
     pins: int = 0
     is_resident: bool = False
     is_dropped: bool = False
@@ -49,6 +51,7 @@ class PageTable:
         assert num_pages > 0 and page_size_tokens > 0
         self.num_pages = num_pages
         self.page_size_tokens = page_size_tokens
+        self._offsets = np.arange(page_size_tokens, dtype=np.int32)
         self._free: list[int] = list(range(num_pages - 1, -1, -1))
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
         self._freed: list[int] = []
@@ -69,13 +72,20 @@ class PageTable:
         entry = self._entries.get(key)
         return None if entry is None or entry.is_dropped else entry
 
-    def held(self, key: str) -> Entry:
-        """The entry of `key`, even if it was dropped while pinned; KeyError if its pages are free."""
-        return self._entries[key]
-
     def is_resident(self, key: str) -> bool:
         entry = self._entries.get(key)
         return entry is not None and entry.is_resident and not entry.is_dropped
+
+    def resident_run(self, keys: Sequence[str], lengths: Sequence[int]) -> list[Entry]:
+        """Entries of the leading keys that are resident with these numbers of tokens. No mutation."""
+        entries = self._entries
+        run: list[Entry] = []
+        for key, num_tokens in zip(keys, lengths, strict=True):
+            entry = entries.get(key)
+            if entry is None or not entry.is_resident or entry.is_dropped or entry.num_tokens != num_tokens:
+                break
+            run.append(entry)
+        return run
 
     def touch(self, key: str) -> None:
         """Count a use: the entry becomes the most recently used."""
@@ -98,8 +108,9 @@ class PageTable:
             victim = next(e for e in self._entries.values() if self._is_evictable(e))
             self._release(victim)
             self.num_evicted += 1
-        pages = np.array([self._free.pop() for _ in range(needed)], dtype=np.int64)
-        entry = Entry(key, num_tokens, origin, pages)
+        pages = np.array([self._free.pop() for _ in range(needed)], dtype=np.int32)
+        rows = (pages[:, None] * self.page_size_tokens + self._offsets).ravel()[:num_tokens]
+        entry = Entry(key, num_tokens, origin, pages, rows)
         self._entries[key] = entry
         return entry
 
@@ -124,25 +135,29 @@ class PageTable:
         if entry is not None and not entry.is_resident:
             self._release(entry)
 
-    def pin(self, key: str) -> None:
-        """Keep a resident entry from eviction until the matching `unpin`; counts as a use."""
-        entry = self._entries[key]
-        assert entry.is_resident
-        if entry.pins == 0:
-            self._num_evictable_pages -= len(entry.pages)
-        entry.pins += 1
-        self.num_pins += 1
-        self.touch(key)
+    def pin(self, entries: Sequence[Entry]) -> None:
+        """Keep resident entries from eviction until the matching `unpin`; counts as a use of each.
 
-    def unpin(self, key: str) -> None:
-        entry = self._entries[key]
-        assert entry.pins > 0
-        entry.pins -= 1
-        self.num_pins -= 1
-        if entry.pins == 0:
-            self._num_evictable_pages += len(entry.pages)
-            if entry.is_dropped:
-                self._release(entry)
+        All or none: nothing changes where one of them is not resident (AssertionError).
+        """
+        assert all(entry.is_resident for entry in entries)
+        move_to_end = self._entries.move_to_end
+        for entry in entries:
+            if entry.pins == 0:
+                self._num_evictable_pages -= len(entry.pages)
+            entry.pins += 1
+            move_to_end(entry.key)
+        self.num_pins += len(entries)
+
+    def unpin(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            assert entry.pins > 0
+            entry.pins -= 1
+            if entry.pins == 0:
+                self._num_evictable_pages += len(entry.pages)
+                if entry.is_dropped:
+                    self._release(entry)
+        self.num_pins -= len(entries)
 
     def drop(self, keys: Iterable[str]) -> int:
         """Forget `keys` at once; pages in use are freed at the last unpin. Returns how many were known."""
@@ -161,18 +176,12 @@ class PageTable:
     def clear(self) -> int:
         return self.drop(list(self._entries))
 
-    def rows(self, entry: Entry, start: int, end: int) -> IntArray:
-        """Slab rows of the tokens `[start, end)` of an entry; int64 [end − start]."""
-        assert 0 <= start <= end <= entry.num_tokens
-        tokens = np.arange(start, end, dtype=np.int64)
-        size = self.page_size_tokens
-        rows: IntArray = entry.pages[tokens // size] * size + tokens % size
-        return rows
-
-    def take_freed_pages(self) -> list[int]:
-        """Pages that were freed since the last call: the worker zeroes them."""
+    def take_freed_pages(self) -> IntArray | None:
+        """Pages freed since the last call, int32 [n], for the worker to zero; None where none was."""
+        if not self._freed:
+            return None
         freed, self._freed = self._freed, []
-        return freed
+        return np.array(freed, dtype=np.int32)
 
     def check(self) -> None:
         """Assert that every page has exactly one owner and that counts are right; for tests and debugging."""
@@ -193,6 +202,7 @@ class PageTable:
         if self._is_evictable(entry):
             self._num_evictable_pages -= len(entry.pages)
         self.num_resident -= entry.is_resident and not entry.is_dropped
+        entry.is_resident = False
         pages = [int(page) for page in entry.pages]
         self._free.extend(pages)
         self._freed.extend(pages)

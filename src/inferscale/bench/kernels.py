@@ -1,0 +1,227 @@
+"""`inferscale bench kernels`: injection and capture beside a device copy of as many bytes, on a GPU.
+
+Facts of 20 to 60 tokens lie in scattered pages of a slab of several GiB and go to scattered blocks of
+the paged caches; every repetition moves other facts to other blocks, so that nothing is found in the L2
+cache. All times are of the device alone, by events behind a wait that lets the host run ahead; copies
+and kernels are timed in turn in one run. Bandwidth counts bytes read plus bytes written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from inferscale.bench.harness import BenchRun
+from inferscale.errors import InferScaleError
+from inferscale.kernels.fused import CAPTURE, INJECT, FusedMover, Tuning
+from inferscale.kernels.geometry import geometry_of
+from inferscale.pool.slab import RowShape, Slab
+from inferscale.rope import Rotary
+
+LARGE_COPY_BYTES = 2 * 10**9
+_WAIT_CYCLES = 400_000
+_FACT_TOKENS = (20, 60)
+_BLOCK = 16
+
+Int32Array = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class KernelShape(NamedTuple):
+    """KV of one token: layers · 2 · heads · dim elements of bfloat16."""
+
+    layers: int
+    heads: int
+    dim: int
+
+    @property
+    def token_bytes(self) -> int:
+        return self.layers * 2 * self.heads * self.dim * 2
+
+
+LLAMA_8B = KernelShape(32, 8, 128)
+
+
+class _Move(NamedTuple):
+    """rows of the slab and slots of the caches, int32 [n]; deltas one number a fact."""
+
+    rows: Int32Array
+    slots: Int32Array
+    deltas: Int32Array
+
+
+class _Scene(NamedTuple):
+    slab: Slab
+    caches: list[torch.Tensor]
+    rotary: Rotary
+    num_slots: int
+
+
+def run_kernels(
+    run: BenchRun,
+    tokens: Sequence[int],
+    say: Callable[[str], None],
+    *,
+    shape: KernelShape = LLAMA_8B,
+    page_sizes: Sequence[int] = (16,),
+    repeats: int = 30,
+) -> None:
+    """Rows `kernel_bandwidth` (GB/s) and `kernel_of_copy` (share of the copy of as many bytes).
+
+    tokens: how many one launch moves. page_sizes: of the slab, in tokens. Raises InferScaleError without
+    a CUDA GPU.
+    """
+    if not torch.cuda.is_available():
+        raise InferScaleError(
+            "The kernels run on CUDA GPUs only, and torch sees none. On a CPU, injection is portable."
+        )
+    for page_size in page_sizes:
+        scene = make_scene(shape, page_size)
+        for n in tokens:
+            _measure(run, scene, shape, n, page_size, repeats, say)
+        del scene
+        torch.cuda.empty_cache()
+
+
+def make_scene(shape: KernelShape, page_size: int, slab_bytes: int = 4 * 2**30) -> _Scene:
+    """A slab and caches as FlashAttention lays them out (NHD), with random contents."""
+    device = torch.device("cuda")
+    pages = slab_bytes // (page_size * shape.token_bytes)
+    slab = Slab(
+        pages, page_size, RowShape(((shape.heads, shape.dim),) * shape.layers), torch.bfloat16, device
+    )
+    slab.data.normal_()
+    blocks = slab_bytes // (_BLOCK * shape.token_bytes)
+    caches = [
+        torch.zeros((blocks, 2, _BLOCK, shape.heads, shape.dim), dtype=torch.bfloat16, device=device)
+        for _ in range(shape.layers)
+    ]
+    inv_freq = 1.0 / 500000.0 ** (torch.arange(0, shape.dim, 2, dtype=torch.float64) / shape.dim)
+    return _Scene(slab, caches, Rotary(inv_freq, shape.dim, shape.dim, False), blocks * _BLOCK)
+
+
+def make_mover(
+    scene: _Scene, max_tokens: int, inject: Tuning = INJECT, capture: Tuning = CAPTURE
+) -> FusedMover:
+    cache = scene.caches[0]
+    block = cache.permute(0, 2, 1, 3, 4)[0]
+    places = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(block.shape, block.stride(), strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size) * stride
+    geometry = geometry_of(places, cache.stride(0))
+    assert geometry is not None
+    return FusedMover(
+        scene.slab,
+        scene.caches,
+        geometry,
+        scene.rotary,
+        max_tokens,
+        inject_tuning=inject,
+        capture_tuning=capture,
+    )
+
+
+def make_tables(scene: _Scene, n: int, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """`count` different moves of n tokens as the kernels' tables: of injection, of capture."""
+    rng = np.random.default_rng(n)
+    moves = [_random_move(scene, n, rng) for _ in range(count)]
+
+    def table(*columns: Int32Array) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(columns)).cuda()
+
+    return [table(*move) for move in moves], [table(move.slots, move.rows) for move in moves]
+
+
+def _random_move(scene: _Scene, n: int, rng: np.random.Generator) -> _Move:
+    size = scene.slab.page_size_tokens
+    free_pages = rng.permutation(scene.slab.data.shape[0] // size)
+    rows, deltas, used, total = [], [], 0, 0
+    while total < n:
+        length = min(int(rng.integers(_FACT_TOKENS[0], _FACT_TOKENS[1] + 1)), n - total)
+        pages = free_pages[used : used + -(-length // size)]
+        used += len(pages)
+        offsets = np.arange(length)
+        rows.append(pages[offsets // size] * size + offsets % size)
+        deltas.append(np.full(length, rng.integers(1, 8000)))
+        total += length
+    blocks = rng.permutation(scene.num_slots // _BLOCK)[: -(-n // _BLOCK)]
+    positions = np.arange(n)
+    slots = blocks[positions // _BLOCK] * _BLOCK + positions % _BLOCK
+    return _Move(
+        *(
+            np.concatenate([column]).astype(np.int32)
+            for column in (np.concatenate(rows), slots, np.concatenate(deltas))
+        )
+    )
+
+
+def device_times_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
+    """Device time of each call, the host running ahead of the device."""
+    times = []
+    for call in calls:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(_WAIT_CYCLES)  # type: ignore[no-untyped-call]
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return times
+
+
+def _measure(
+    run: BenchRun,
+    scene: _Scene,
+    shape: KernelShape,
+    n: int,
+    page_size: int,
+    repeats: int,
+    say: Callable[[str], None],
+) -> None:
+    mover = make_mover(scene, n)
+    injections, captures = make_tables(scene, n, repeats + 3)
+    moved_bytes = n * shape.token_bytes
+    source = torch.empty(LARGE_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
+    target = torch.empty_like(source)
+    elements = moved_bytes // 2
+    spread = max(1, (len(source) - elements) // (repeats + 3))
+    kinds: dict[str, list[Callable[[], object]]] = {
+        name: [] for name in ("copy", "copy_2gb", "inject", "capture")
+    }
+    for i in range(repeats + 3):
+        part = slice(i * spread, i * spread + elements)
+        kinds["copy"].append(lambda part=part: target[part].copy_(source[part]))  # type: ignore[misc]
+        kinds["copy_2gb"].append(lambda: target.copy_(source))
+        kinds["inject"].append(lambda i=i: mover.launch_inject(injections[i], n))  # type: ignore[misc]
+        kinds["capture"].append(lambda i=i: mover.launch_capture(captures[i], n))  # type: ignore[misc]
+    for calls in kinds.values():
+        device_times_ms(calls[:3])  # compiles and warms up
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    for i in range(3, repeats + 3):
+        for name, calls in kinds.items():
+            times[name] += device_times_ms([calls[i]])
+    config = {
+        "tokens": n,
+        "bytes": moved_bytes,
+        "page_size_tokens": page_size,
+        "shape": shape._asdict(),
+        "baseline": "torch copy_ of as many bytes, device to device, in turn with the kernels",
+        "tuning": {"inject": INJECT._asdict(), "capture": CAPTURE._asdict()},
+    }
+    for name, values in times.items():
+        size = LARGE_COPY_BYTES if name == "copy_2gb" else moved_bytes
+        rates = [2 * size / (ms * 1e-3) / 1e9 for ms in values]
+        run.add("kernel_bandwidth", "GB/s", rates, mode=name, k=n, config=config)
+    for name in ("inject", "capture"):
+        for base in ("copy", "copy_2gb"):
+            scale = LARGE_COPY_BYTES / moved_bytes if base == "copy_2gb" else 1.0
+            run.add_ratio("kernel", f"{base}/{name}", [ms / scale for ms in times[base]], times[name], k=n)
+    medians = {name: float(np.median(values)) * 1e3 for name, values in times.items()}
+    say(
+        f"{n} tokens, pages of {page_size}: "
+        + ", ".join(f"{name} {us:.0f} µs" for name, us in medians.items())
+        + f"; inject {medians['copy'] / medians['inject']:.2f}, "
+        + f"capture {medians['copy'] / medians['capture']:.2f} of copy"
+    )

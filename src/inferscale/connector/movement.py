@@ -1,0 +1,214 @@
+"""How a worker moves KV: the contract, the portable path, and the choice between it and the fused kernels.
+
+The portable path works through vLLM's own write and the probed index map, so it is right for every
+layout and device; the fused one (`kernels.fused`) is one launch a step. Which one runs is decided at
+start-up: the fused one only where the probe finds regular strides, and only once it has moved random
+KV through a scratch block as the portable path does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from inferscale.config import InjectionPath
+from inferscale.connector.layout import BlockLayout, LayerCache, flat_storage, write_kv
+from inferscale.connector.messages import IntArray
+from inferscale.errors import UnsupportedLayout
+from inferscale.kernels.fused import FusedMover
+from inferscale.kernels.geometry import geometry_of
+from inferscale.kernels.reference import GatherFunction, KeysValues, compile_gather, make_gather
+from inferscale.pool.slab import Slab
+from inferscale.rope import Rotary, delta_cos_sin
+
+logger = logging.getLogger(__name__)
+
+SCRATCH_BYTES = 256 * 2**20
+"""Upper bound of the temporary memory of one portable gather; larger steps are cut into pieces."""
+
+_CHECK_DELTAS = (0, 1, -7, 1000, -20000)
+
+
+class Mover(Protocol):
+    """Moves KV of all layers between slab rows and slots of the paged caches; int32 arrays [n].
+
+    Work is put on the current stream (or done at once, on a CPU); the caller orders it.
+    """
+
+    def inject(self, rows: IntArray, slots: IntArray, deltas: IntArray) -> None:
+        """Slab → keys rotated by delta → paged caches."""
+        ...
+
+    def capture(self, slots: IntArray, rows: IntArray) -> None:
+        """Paged caches → slab, bit for bit."""
+        ...
+
+    def zero(self, pages: IntArray) -> None:
+        """Overwrite pages of the slab with zeros."""
+        ...
+
+
+class Caches(NamedTuple):
+    """Layers in model order and the probed layout of each."""
+
+    layers: Sequence[LayerCache]
+    layouts: Sequence[BlockLayout]
+
+
+class PortableMover:
+    """Plain torch and vLLM's own write. compile: the rotation, with torch.compile."""
+
+    def __init__(self, slab: Slab, caches: Caches, rotary: Rotary, *, compile: bool) -> None:
+        self._slab = slab
+        self._caches = caches
+        self._rotary = rotary
+        self._device = slab.data.device
+        self._gather = self._prepare_gather(compile)
+        self._rows_per_piece = max(64, SCRATCH_BYTES // (slab.shape.num_elements * 4 * 3))
+
+    def _prepare_gather(self, compile: bool) -> GatherFunction:
+        gather = make_gather(self._rotary)
+        if not compile or not self._slab.shape.is_uniform:
+            return gather
+        with torch.inference_mode():
+            return compile_gather(gather, self._slab.uniform(), self._rotary.rotary_dim // 2)
+
+    @torch.inference_mode()
+    def inject(self, rows: IntArray, slots: IntArray, deltas: IntArray) -> None:
+        for start in range(0, len(rows), self._rows_per_piece):
+            piece = slice(start, start + self._rows_per_piece)
+            self._inject_piece(rows[piece], slots[piece], deltas[piece])
+
+    def _inject_piece(self, rows: IntArray, slots: IntArray, deltas: IntArray) -> None:
+        moves = torch.from_numpy(deltas).to(torch.int64)
+        cos, sin = (part.to(self._device) for part in delta_cos_sin(moves, self._rotary))
+        is_moved = (moves != 0).to(self._device)
+        row_index, slot_index = self._to_device(rows), self._to_device(slots)
+        if self._slab.shape.is_uniform:
+            gathered = self._gather(self._slab.uniform(), row_index, cos, sin, is_moved)
+            for layer, keys, values in zip(self._caches.layers, *gathered, strict=True):
+                write_kv(layer, keys, values, slot_index)
+            return
+        for index, layer in enumerate(self._caches.layers):
+            keys, values = self._gather_layer(index, row_index, cos, sin, is_moved)
+            write_kv(layer, keys[0], values[0], slot_index)
+
+    def _gather_layer(
+        self, index: int, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_moved: torch.Tensor
+    ) -> KeysValues:
+        heads, dim = self._slab.shape.layers[index]
+        pool = self._slab.layer(index)[rows].view(-1, 1, 2, heads, dim)
+        every = torch.arange(len(rows), device=self._device)
+        return self._gather(pool, every, cos, sin, is_moved)
+
+    @torch.inference_mode()
+    def capture(self, slots: IntArray, rows: IntArray) -> None:
+        slot_index, row_index = self._to_device(slots), self._to_device(rows)
+        indices: dict[int, torch.Tensor] = {}
+        for index, (layer, layout) in enumerate(zip(*self._caches, strict=True)):
+            if id(layout) not in indices:
+                indices = {id(layout): layout.element_index(slot_index)}
+            self._slab.layer(index)[row_index] = flat_storage(layer.cache)[indices[id(layout)]]
+
+    def zero(self, pages: IntArray) -> None:
+        self._slab.zero_pages(pages)
+
+    def _to_device(self, numbers: IntArray) -> torch.Tensor:
+        return torch.from_numpy(numbers).to(self._device, torch.int64, non_blocking=True)
+
+
+def choose_mover(
+    slab: Slab,
+    caches: Caches,
+    rotary: Rotary,
+    max_tokens: int,
+    path: InjectionPath,
+    *,
+    compile: bool,
+    interpret: bool = False,
+) -> Mover:
+    """The fused kernels where they can run and give what the portable path gives, else that one.
+
+    max_tokens: of the paged cache, the most that one step can inject. Raises UnsupportedLayout where
+    `path` asks for the fused kernels and they cannot serve. interpret: as in FusedMover, for tests.
+    """
+    if path != "portable" and (slab.data.is_cuda or interpret or path == "fused"):
+        try:
+            return _fused(slab, caches, rotary, max_tokens, interpret)
+        except UnsupportedLayout as error:
+            if path == "fused":
+                raise UnsupportedLayout(
+                    f"injection_path is 'fused', but {error}. Set it to 'auto' or 'portable'."
+                ) from error
+            logger.warning("Injection takes the portable path, which is slower: %s.", error)
+    return PortableMover(slab, caches, rotary, compile=compile)
+
+
+def _fused(slab: Slab, caches: Caches, rotary: Rotary, max_tokens: int, interpret: bool) -> FusedMover:
+    if not slab.data.is_cuda and not interpret:
+        raise UnsupportedLayout("the fused kernels need a CUDA GPU")
+    first = caches.layouts[0]
+    if any(layout is not first for layout in caches.layouts):
+        raise UnsupportedLayout("the layers' caches are laid out differently")
+    geometry = geometry_of(first.offsets, first.block_stride)
+    if geometry is None:
+        raise UnsupportedLayout("the paged cache has no regular strides")
+    tensors = [layer.cache for layer in caches.layers]
+    mover = FusedMover(slab, tensors, geometry, rotary, max_tokens, interpret=interpret)
+    _check(mover, slab, caches, rotary)
+    return mover
+
+
+@torch.inference_mode()
+def _check(mover: FusedMover, slab: Slab, caches: Caches, rotary: Rotary) -> None:
+    """Capture and inject random KV through block 0, vLLM's null block, and compare with the portable path.
+
+    The block and the slab are as before afterwards. Raises UnsupportedLayout for a difference.
+    """
+    layout = caches.layouts[0]
+    n = min(layout.block_size, len(slab.data))
+    slots = np.arange(n, dtype=np.int32)
+    deltas = np.array([_CHECK_DELTAS[i % len(_CHECK_DELTAS)] for i in range(n)], dtype=np.int32)
+    index = layout.element_index(torch.arange(layout.block_size, device=slab.data.device))
+    saved = [flat_storage(layer.cache)[index] for layer in caches.layers]
+    saved_rows = slab.data[:n].clone()
+    portable = PortableMover(slab, caches, rotary, compile=False)
+
+    def read() -> list[torch.Tensor]:
+        return [flat_storage(layer.cache)[index][:n].clone() for layer in caches.layers]
+
+    try:
+        for number, layer in enumerate(caches.layers):
+            _write_random(layer, n, number)
+        mover.capture(slots, slots)
+        captured = slab.data[:n].clone()
+        portable.capture(slots, slots)
+        if not torch.equal(captured, slab.data[:n]):
+            raise UnsupportedLayout("capture differs from the portable path")
+        backwards = np.ascontiguousarray(slots[::-1])
+        portable.inject(slots, backwards, deltas)
+        wanted = read()
+        for layer in caches.layers:
+            flat_storage(layer.cache)[index] = float("nan")
+        mover.inject(slots, backwards, deltas)
+        eps = torch.finfo(slab.data.dtype).eps
+        for found, expected in zip(read(), wanted, strict=True):
+            if not torch.allclose(found.float(), expected.float(), rtol=2 * eps, atol=2 * eps):
+                raise UnsupportedLayout("injection differs from the portable path")
+    finally:
+        slab.data[:n] = saved_rows
+        for layer, block in zip(caches.layers, saved, strict=True):
+            flat_storage(layer.cache)[index] = block
+
+
+def _write_random(layer: LayerCache, n: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (
+        torch.randn((n, layer.num_kv_heads, layer.head_dim), generator=generator).to(layer.cache)
+        for _ in range(2)
+    )
+    write_kv(layer, keys, values, torch.arange(n, device=layer.cache.device))

@@ -1,0 +1,124 @@
+"""Which path moves KV: the fused kernels only where they give what the portable path gives."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fake_layers import LAYOUTS, flash_025, flash_03x
+
+from inferscale.connector.layout import LayerCache, probe_layout
+from inferscale.connector.movement import Caches, PortableMover, choose_mover
+from inferscale.errors import UnsupportedLayout
+from inferscale.kernels.fused import FusedMover
+from inferscale.pool.slab import RowShape, Slab
+from inferscale.rope import Rotary
+
+pytest.importorskip("triton")
+
+BLOCKS, BLOCK, HEADS, DIM = 5, 4, 2, 16
+IRREGULAR = ("cpu_packed", "shuffled")
+
+
+def rotary() -> Rotary:
+    return Rotary(1.0 / 100.0 ** (torch.arange(0, DIM, 2, dtype=torch.float64) / DIM), DIM, DIM, False)
+
+
+def caches_of(layers: list[LayerCache]) -> Caches:
+    layout = probe_layout(layers[0], BLOCKS)
+    return Caches(layers, [layout] * len(layers))
+
+
+def slab_of(layers: list[LayerCache]) -> Slab:
+    shape = RowShape(tuple((layer.num_kv_heads, layer.head_dim) for layer in layers))
+    return Slab(6, 4, shape, layers[0].cache.dtype, torch.device("cpu"))
+
+
+def choose(layers: list[LayerCache], path: Any = "auto", *, interpret: bool = True) -> Any:
+    slab = slab_of(layers)
+    caches = caches_of(layers)
+    return choose_mover(slab, caches, rotary(), 20, path, compile=False, interpret=interpret)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_regular_layouts_are_served_by_the_kernels_and_others_are_not(name: str) -> None:
+    layers = [LAYOUTS[name](BLOCKS, BLOCK, HEADS, DIM, torch.bfloat16) for _ in range(2)]
+    before = [layer.cache.clone() for layer in layers]
+    mover = choose(layers)
+    assert isinstance(mover, PortableMover if name in IRREGULAR else FusedMover)
+    for layer, cache in zip(layers, before, strict=True):
+        assert torch.equal(layer.cache, cache), "the scratch block is as it was"
+
+
+def test_the_kernels_move_what_the_portable_path_moves() -> None:
+    layers = [flash_03x(BLOCKS, BLOCK, HEADS, DIM, torch.float32) for _ in range(3)]
+    slab, caches = slab_of(layers), caches_of(layers)
+    fused = choose_mover(slab, caches, rotary(), 20, "auto", compile=False, interpret=True)
+    assert isinstance(fused, FusedMover)
+    assert slab.data.eq(0).all(), "nothing of the check is left in the slab"
+    rows, slots = np.array([3, 4, 9, 23], dtype=np.int32), np.array([4, 5, 11, 19], dtype=np.int32)
+    fused.capture(slots, rows)
+    to, deltas = np.array([8, 9, 10, 6], dtype=np.int32), np.array([0, 7, 7, -30], dtype=np.int32)
+    caches_before = [layer.cache.clone() for layer in layers]
+    fused.inject(rows, to, deltas)
+    found = [layer.cache.clone() for layer in layers]
+    for layer, cache in zip(layers, caches_before, strict=True):
+        layer.cache.copy_(cache)
+    PortableMover(slab, caches, rotary(), compile=False).inject(rows, to, deltas)
+    for layer, cache in zip(layers, found, strict=True):
+        torch.testing.assert_close(layer.cache, cache, rtol=1e-5, atol=1e-5)
+    fused.zero(np.array([2], dtype=np.int32))
+    assert slab.data[8:12].eq(0).all()
+    assert slab.data[3].ne(0).any()
+
+
+@pytest.mark.parametrize("broken", ["inject", "capture"])
+def test_kernels_that_give_something_else_are_not_trusted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
+) -> None:
+    original = getattr(FusedMover, broken)
+
+    def shifted(self: FusedMover, first: Any, second: Any, *rest: Any) -> None:
+        original(self, first, np.roll(second, 1), *rest)
+
+    monkeypatch.setattr(FusedMover, broken, shifted)
+    layers = [flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)]
+    before = layers[0].cache.clone()
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(choose(layers), PortableMover)
+    assert "differs from the portable path" in caplog.text
+    assert torch.equal(layers[0].cache, before)
+    with pytest.raises(UnsupportedLayout, match=r"injection_path is 'fused', but .* differs"):
+        choose(layers, "fused")
+
+
+def test_the_setting_decides() -> None:
+    layers = [flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)]
+    assert isinstance(choose(layers, "portable"), PortableMover)
+    assert isinstance(choose(layers, "auto", interpret=False), PortableMover), "a CPU"
+    with pytest.raises(UnsupportedLayout, match="need a CUDA GPU"):
+        choose(layers, "fused", interpret=False)
+
+
+def test_layers_that_differ_take_the_portable_path() -> None:
+    layers = [
+        flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32),
+        flash_025(BLOCKS, BLOCK, 2 * HEADS, DIM, torch.float32),
+    ]
+    layouts = [probe_layout(layer, BLOCKS) for layer in layers]
+    mover = choose_mover(
+        slab_of(layers), Caches(layers, layouts), rotary(), 20, "auto", compile=False, interpret=True
+    )
+    assert isinstance(mover, PortableMover)
+
+
+def test_without_triton_the_portable_path_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    layers = [flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)]
+    assert isinstance(choose(layers), PortableMover)
+    with pytest.raises(UnsupportedLayout, match="Triton"):
+        choose(layers, "fused")
