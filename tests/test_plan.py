@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Callable
 from typing import Any
@@ -104,10 +103,10 @@ def test_other_versions_are_rejected_by_number(version: Any) -> None:
 def changed_head(name: str, value: Any) -> dict[str, Any]:
     """FULL's wire form with one field of the head changed and the signature left alone."""
     params = to_wire(FULL, SECRET)
-    head, _, ids = base64.b64decode(params[WIRE_KEY]["plan"]).partition(b"\n")
+    head, _, ids = bytes.fromhex(params[WIRE_KEY]["plan"]).partition(b"\n")
     fields = {**json.loads(head), name: value}
     raw = json.dumps(fields, separators=(",", ":")).encode() + b"\n" + ids
-    params[WIRE_KEY]["plan"] = base64.b64encode(raw).decode()
+    params[WIRE_KEY]["plan"] = raw.hex()
     return params
 
 
@@ -138,11 +137,11 @@ def test_changing_any_field_breaks_the_signature(field: str, value: Any) -> None
 
 def test_changing_any_byte_breaks_the_signature() -> None:
     params = to_wire(FULL, SECRET)
-    raw = base64.b64decode(params[WIRE_KEY]["plan"])
+    raw = bytes.fromhex(params[WIRE_KEY]["plan"])
     for place in range(len(raw)):
         changed = bytearray(raw)
         changed[place] ^= 1
-        body = {**params[WIRE_KEY], "plan": base64.b64encode(changed).decode()}
+        body = {**params[WIRE_KEY], "plan": changed.hex()}
         with pytest.raises(PlanRejected, match="signature"):
             from_wire({WIRE_KEY: body}, SECRET)
 
@@ -194,7 +193,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
     "mixed keys": lambda: {"v": 2, "sig": "0" * 64, 1: 2, "a": 3},
     "lone surrogate": lambda: {"v": 2, "sig": "0" * 64, "plan": "\ud800"},
     "huge": lambda: {"v": 2, "sig": "0" * 64, "plan": "x" * 10**6},
-    "no base64": lambda: {"v": 2, "sig": "0" * 64, "plan": "é"},
+    "no hexadecimal": lambda: {"v": 2, "sig": "0" * 64, "plan": "é"},
     "plan is a list": lambda: {"v": 2, "sig": "0" * 64, "plan": ["AAAA"]},
     "nested field": lambda: {"v": 2, "sig": "0" * 64, "plan": nested(100_000)},
     "nested version": lambda: {"v": nested(100_000)},
@@ -212,10 +211,10 @@ def signed(ids: bytes | None = None, **fields: Any) -> dict[str, Any]:
     """A plan with a right signature and wrong content, as only a bug of our own could make."""
     from inferscale.plan import _sign
 
-    raw_head, _, old_ids = base64.b64decode(to_wire(FULL, SECRET)[WIRE_KEY]["plan"]).partition(b"\n")
+    raw_head, _, old_ids = bytes.fromhex(to_wire(FULL, SECRET)[WIRE_KEY]["plan"]).partition(b"\n")
     head = json.dumps({**json.loads(raw_head), **fields}).encode()
     raw = head + b"\n" + (old_ids if ids is None else ids)
-    body = {"v": 2, "plan": base64.b64encode(raw).decode(), "sig": _sign(raw, SECRET)}
+    body = {"v": 2, "plan": raw.hex(), "sig": _sign(raw, SECRET)}
     return {WIRE_KEY: body}
 
 

@@ -9,13 +9,12 @@ the model (`connector.compat`).
 
 Wire history
     1   first form: id, model, scope, epoch, segments, captures, order, sig; a JSON object a plan
-    2   one base64 text: a JSON head, then the ids of all segments as int32; signed as it is, so that
+    2   one hexadecimal text: a JSON head, then the ids of all segments as int32; signed as it is, so that
         the connector reads a plan of 50 facts in a few tens of microseconds
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import hmac
 import json
@@ -63,10 +62,10 @@ class Segments(Sequence[Segment]):
     def __init__(self, keys: Sequence[str], lengths: Sequence[int], kinds: str, ids: bytes) -> None:
         if not len(keys) == len(lengths) == len(kinds) or sum(lengths) * 4 != len(ids):
             raise ValueError("keys, lengths, kinds and ids of the segments do not agree")
-        if not {str}.issuperset(map(type, keys)):
-            raise ValueError("a segment's key is no text")
-        if not set(kinds) <= set(_KIND_OF) or not all(type(n) is int and n >= 0 for n in lengths):
-            raise ValueError("a segment's kind or length is unknown")
+        if not {str}.issuperset(map(type, keys)) or not {int}.issuperset(map(type, lengths)):
+            raise ValueError("a segment's key is no text, or its length no whole number")
+        if not _KIND_OF.keys() >= set(kinds) or min(lengths, default=0) < 0:
+            raise ValueError("a segment's kind is unknown, or its length negative")
         self.keys = keys
         self.lengths = lengths
         self._kinds = kinds
@@ -215,7 +214,7 @@ def to_wire(plan: Plan, secret: bytes) -> dict[str, Any]:
     }
     # JSON as written here has no line break, so the first one ends the head.
     raw = json.dumps(head, separators=(",", ":")).encode() + b"\n" + table.ids
-    body = {"v": WIRE_VERSION, "plan": base64.b64encode(raw).decode(), "sig": _sign(raw, secret)}
+    body = {"v": WIRE_VERSION, "plan": raw.hex(), "sig": _sign(raw, secret)}
     return {WIRE_KEY: body}
 
 
@@ -238,7 +237,7 @@ def from_wire(params: object, secret: bytes) -> Plan | None:
     if not isinstance(text, str) or not isinstance(signature, str):
         raise PlanRejected("the plan is malformed: 'plan' and 'sig' must be texts.")
     try:
-        raw = base64.b64decode(text)
+        raw = bytes.fromhex(text)
     except ValueError as error:
         raise PlanRejected(f"the plan is malformed: {error}.") from error
     given = signature.encode("utf-8", "surrogatepass")

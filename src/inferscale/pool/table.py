@@ -38,6 +38,7 @@ class Entry:
     origin: int
     pages: IntArray
     rows: IntArray
+    num_pages: int
     pins: int = 0
     is_resident: bool = False
     is_dropped: bool = False
@@ -110,7 +111,7 @@ class PageTable:
             self.num_evicted += 1
         pages = np.array([self._free.pop() for _ in range(needed)], dtype=np.int32)
         rows = (pages[:, None] * self.page_size_tokens + self._offsets).ravel()[:num_tokens]
-        entry = Entry(key, num_tokens, origin, pages, rows)
+        entry = Entry(key, num_tokens, origin, pages, rows, needed)
         self._entries[key] = entry
         return entry
 
@@ -124,7 +125,7 @@ class PageTable:
         if entry is None or entry.is_resident:
             return
         entry.is_resident = True
-        self._num_evictable_pages += len(entry.pages)  # nothing is pinned while it is written
+        self._num_evictable_pages += entry.num_pages  # nothing is pinned while it is written
         self.num_resident += not entry.is_dropped
         if entry.is_dropped and entry.pins == 0:
             self._release(entry)
@@ -140,21 +141,22 @@ class PageTable:
 
         All or none: nothing changes where one of them is not resident (AssertionError).
         """
-        assert all(entry.is_resident for entry in entries)
+        for entry in entries:
+            assert entry.is_resident
         move_to_end = self._entries.move_to_end
         for entry in entries:
-            if entry.pins == 0:
-                self._num_evictable_pages -= len(entry.pages)
+            if not entry.pins:
+                self._num_evictable_pages -= entry.num_pages
             entry.pins += 1
             move_to_end(entry.key)
         self.num_pins += len(entries)
 
     def unpin(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
-            assert entry.pins > 0
+            assert entry.pins
             entry.pins -= 1
-            if entry.pins == 0:
-                self._num_evictable_pages += len(entry.pages)
+            if not entry.pins:
+                self._num_evictable_pages += entry.num_pages
                 if entry.is_dropped:
                     self._release(entry)
         self.num_pins -= len(entries)
@@ -200,7 +202,7 @@ class PageTable:
     def _release(self, entry: Entry) -> None:
         del self._entries[entry.key]
         if self._is_evictable(entry):
-            self._num_evictable_pages -= len(entry.pages)
+            self._num_evictable_pages -= entry.num_pages
         self.num_resident -= entry.is_resident and not entry.is_dropped
         entry.is_resident = False
         pages = [int(page) for page in entry.pages]
