@@ -1,136 +1,59 @@
-"""Benchmarks: the form of rows, paired ratios, modes in turn, tables and plots made from rows."""
+"""Benchmarks: the form of rows, paired ratios, what is read and what is told apart."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from inferscale.bench import harness, report, ttft
-from inferscale.bench.conversation import BenchConversation, read_conversation
-from inferscale.bench.harness import KEYS, BenchRun, commit, latest_run, read_rows
-from inferscale.bench.options import TtftOptions
-from inferscale.bench.report import plot_ttft, ttft_table
-from inferscale.errors import InferScaleError, InvalidInput
-from inferscale.facts import Turn
-from inferscale.memory_llm import ChatResult, EncodeProgress
+from inferscale.bench import harness
+from inferscale.bench.conversation import read_conversation
+from inferscale.bench.harness import KEYS, BenchRun, command, commit, latest_run, read_rows
+from inferscale.errors import InvalidInput
 
 
-class FakeLLM:
-    """Answers at once with made-up times: text 100 ms + 10 a fact, injected a tenth of it; keeps a log."""
-
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        self.log: list[str] = []
-        model_config = SimpleNamespace(dtype="torch.bfloat16", enforce_eager=True)
-        self.engine = SimpleNamespace(
-            reset_prefix_cache=lambda: self.log.append("reset"),
-            max_model_len=8192,
-            llm=SimpleNamespace(
-                llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config))
-            ),
-        )
-        self.prompts = SimpleNamespace(anchor_ids=(1,) * 40)
-
-    def __enter__(self) -> FakeLLM:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def add(self, turns: list[Turn], *, user_id: str, progress: Any) -> None:
-        progress(EncodeProgress(2, 2, 500, 1080, 2.0))
-
-    def chat(self, question: str, *, top_k: int, mode: str, **settings: Any) -> ChatResult:
-        self.log.append(mode)
-        full = 100.0 + 10.0 * top_k
-        ms = {"text": full, "inject": full / 10, "none": 50.0}[mode]
-        return ChatResult("x", mode, ms, ms + 1, 40, 30, 0, 10, 0, 1, 0, ())  # type: ignore[arg-type]
+def test_rows_have_the_fixed_keys_and_are_appended(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "rows.jsonl"
+    run = BenchRun("ttft", "model", path, {"shared": 1})
+    run.add("ttft", "ms", [3.0, 1.0, 2.0], mode="text", k=5, config={"own": 2})
+    run.add("rate", "facts/s", [7.0], bench="encode")
+    stored = read_rows(path)
+    assert stored == run.rows
+    assert all(row.keys() >= set(KEYS) for row in stored)
+    assert (stored[0]["p50"], stored[0]["n"], stored[0]["k"]) == (2.0, 3, 5)
+    assert stored[0]["config"] == {"shared": 1, "own": 2}
+    assert [row["bench"] for row in stored] == ["ttft", "encode"]
+    BenchRun("ttft", "model", path).add("ttft", "ms", [1.0], mode="text", k=1)
+    again = read_rows(path)
+    assert again[:2] == stored
+    assert latest_run(again, "ttft") == again[2:]
 
 
-class CrowdedLLM(FakeLLM):
-    """More than one fact does not fit."""
-
-    def chat(self, question: str, *, top_k: int, mode: str, **settings: Any) -> ChatResult:
-        result = super().chat(question, top_k=top_k, mode=mode, **settings)
-        return replace(result, num_left_out=max(0, top_k - 1))
-
-
-def measure(
-    out: Path | None, *ks: int, num_turns: int = 60, open_engine: Callable[..., Any] = FakeLLM
-) -> list[dict[str, Any]]:
-    conversation = BenchConversation("demo", (Turn("a"),) * num_turns, ("q1?", "q2?"))
-    options = TtftOptions(ks=ks, num_questions=4)
-    return ttft.run_ttft(open_engine, "model", conversation, options, out, lambda _: None)
-
-
-@pytest.fixture
-def rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    monkeypatch.setattr(
-        sys, "argv", ["/bin/inferscale", "bench", "ttft", "--k", "0,50", "--model", "my model"]
-    )
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
-    return measure(tmp_path / "rows.jsonl", 0, 50)
-
-
-def test_rows_have_the_fixed_keys_and_are_appended(rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    stored = read_rows(tmp_path / "rows.jsonl")
-    assert stored == json.loads(json.dumps(rows))
-    assert all(row.keys() >= set(KEYS) for row in rows)
-    assert len({row["run"] for row in rows}) == 1
-    assert {row["mode"] for row in rows if row["metric"] == "ttft"} == {"text", "hit", "inject", "none"}
-    BenchRun("ttft", "model", tmp_path / "rows.jsonl").add("ttft", "ms", [1.0], mode="text", k=1)
-    again = read_rows(tmp_path / "rows.jsonl")
-    assert again[: len(stored)] == stored
-    assert latest_run(again, "ttft") == again[len(stored) :]
-
-
-def test_a_row_says_how_it_was_made(rows: list[dict[str, Any]]) -> None:
-    for row in rows:
-        config = row["config"]
-        assert config["command"] == "inferscale bench ttft --k 0,50 --model 'my model'"
-        assert (config["dtype"], config["execution"]) == ("bfloat16", "eager")
-        assert config["num_threads"] >= 1
-        assert config["environment"]["VLLM_CPU_KVCACHE_SPACE"] == "2"
-        assert "dtype=bfloat16, enforce_eager=True, max_model_len=8192" in config["baseline"]
-    measured = [row for row in rows if row["metric"] in ("ttft", "e2e_ttft")]
-    assert measured
-    assert all(row["config"]["num_left_out"] == 0 for row in measured)
-
-
-def test_latest_run_holds_all_that_it_measured(rows: list[dict[str, Any]]) -> None:
-    other = {**rows[0], "run": "older"}
-    run = latest_run([other, *rows], "ttft")
-    assert run == rows
-    assert {row["bench"] for row in run} == {"ttft", "encode"}
+def test_latest_run_holds_all_that_it_measured() -> None:
+    run = BenchRun("ttft", "model", None)
+    run.add("ttft", "ms", [1.0])
+    run.add("rate", "facts/s", [7.0], bench="encode")
+    other = {**run.rows[0], "run": "older"}
+    assert latest_run([other, *run.rows], "ttft") == run.rows
     assert latest_run([other], "kernels") == []
-
-
-def test_a_k_above_the_turns_is_refused_before_the_engine_starts(tmp_path: Path) -> None:
-    def no_engine(*arguments: Any) -> Any:
-        raise AssertionError("the engine was started")
-
-    with pytest.raises(InvalidInput, match=r"k=61 was asked for; demo has 60 turns"):
-        measure(tmp_path / "rows.jsonl", 0, 61, open_engine=no_engine)
-
-
-def test_a_k_that_does_not_fit_is_refused_and_the_rows_before_it_stay(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"4 of k=5 facts do not fit into max_model_len=8192"):
-        measure(tmp_path / "rows.jsonl", 1, 5, open_engine=CrowdedLLM)
-    assert {row["k"] for row in read_rows(tmp_path / "rows.jsonl")} == {None, 1}
 
 
 def test_the_commit_is_read_once_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(harness, "commit", lambda: calls.append(1) or "abc")
-    assert {row["commit"] for row in measure(None, 0, 5)} == {"abc"}
+    run = BenchRun("ttft", "model", None)
+    assert {run.add("ttft", "ms", [1.0])["commit"] for _ in range(3)} == {"abc"}
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("program", ["/usr/bin/inferscale", "/x/inferscale/cli/__main__.py"])
+def test_the_command_can_be_repeated(monkeypatch: pytest.MonkeyPatch, program: str) -> None:
+    monkeypatch.setattr(sys, "argv", [program, "bench", "ttft", "--model", "my model"])
+    assert command() == "inferscale bench ttft --model 'my model'"
 
 
 def test_commit_sees_the_whole_checkout_but_not_results(
@@ -175,57 +98,11 @@ def test_a_damaged_results_file_is_one_clear_error(tmp_path: Path, content: byte
         read_rows(path)
 
 
-def test_a_run_that_was_cut_off_shows_what_it_finished(rows: list[dict[str, Any]]) -> None:
-    cut_off = [row for row in rows if (row["k"], row["mode"]) != (50, "none")]
-    assert [line[:4] for line in report.ttft_table(cut_off).splitlines()[2:4]] == ["| 0 ", ""]
-    with pytest.raises(InvalidInput, match="was cut off"):
-        report.ttft_table([row for row in rows if row["mode"] != "none"])
-
-
-def test_missing_matplotlib_is_said_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
-    report.check_plotting()
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
-    with pytest.raises(InferScaleError, match=r"make setup.*inferscale\[bench\]"):
-        report.check_plotting()
-
-
-def test_ratios_are_paired_and_have_an_interval(rows: list[dict[str, Any]]) -> None:
-    (row,) = [r for r in rows if r["metric"] == "ttft_ratio" and r["mode"] == "text/inject" and r["k"] == 50]
-    assert row["p50"] == pytest.approx(10.0)
-    assert row["ci95"] == [10.0, 10.0]
-    assert row["n"] == 4
-
-
 def test_paired_ratio_differs_from_ratio_of_medians() -> None:
     row = BenchRun("ttft", "m", None).add_ratio("ttft", "a/b", [1.0, 10.0, 100.0], [100.0, 10.0, 10.0])
     assert row["p50"] == pytest.approx(1.0)
     low, high = row["ci95"]
     assert low < 1.0 < high
-
-
-def test_encode_cost_is_computed_over_stored_tokens(rows: list[dict[str, Any]]) -> None:
-    (row,) = [r for r in rows if r["metric"] == "tokens_per_stored_token"]
-    assert row["bench"] == "encode"
-    assert row["p50"] == pytest.approx(1080 / 500)
-
-
-def test_modes_in_turn_with_the_prefix_cache_emptied() -> None:
-    llm = FakeLLM()
-    orders = []
-    for number in range(3):
-        llm.log.clear()
-        ttft._ask_in_turn(llm, "q?", 5, 0, first=number)  # type: ignore[arg-type]
-        orders.append(list(llm.log))
-    assert orders[0] == ["reset", "text", "text", "reset", "inject", "reset", "none"]
-    assert [order[1] for order in orders] == ["text", "inject", "none"]
-
-
-def test_table_and_plot_show_the_rows(rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    table = ttft_table(rows)
-    assert "| 50 | 40 | 600.0 ms | 600.0 ms | 60.0 ms | 50.0 ms | 10.00× (10.00 to 10.00) |" in table
-    assert "2.16 tokens per stored token" in table
-    plot_ttft(rows, tmp_path / "plots" / "ttft.png")
-    assert (tmp_path / "plots" / "ttft.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_reads_locomo(tmp_path: Path) -> None:

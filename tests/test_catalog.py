@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fakes import ANA, DIM, add, open_catalog
+from fakes import ANA, DIM, add, ids, open_catalog
 from inferscale.catalog import CATALOG_FILE, Catalog, VectorMark
 from inferscale.catalog.migrations import MIGRATIONS
 from inferscale.errors import CatalogError, EmbedderMismatch, InvalidInput, NewerCatalog, UnknownFact
@@ -68,6 +68,38 @@ def test_facts_are_paged_in_seq_order(catalog: Catalog) -> None:
     assert catalog.facts_by_ids([stored[3].id, "none", stored[0].id]) == [stored[3], stored[0]]
     assert catalog.facts_by_seqs([stored[2].seq, 10**9]) == {stored[2].seq: stored[2]}
     assert catalog.count_scopes() == 2
+
+
+def test_facts_keys_and_epoch_in_one_read(catalog: Catalog) -> None:
+    first, second, third = add(catalog, ANA, "one", "two", "three")
+    [other] = add(catalog, Scope(user_id="bob"), "other")
+    catalog.record_pass("m", ANA, [first.id], [second.id, third.id], ["old two", "three"])
+    catalog.record_pass("m", ANA, [third.id], [second.id], ["two"])
+    catalog.record_pass("n", ANA, [], [first.id], ["of another model"])
+    seqs = [third.seq, first.seq, second.seq, 10**9]
+    found = catalog.found_facts(ANA, seqs, "m")
+    assert found.facts == {fact.seq: fact for fact in (first, second, third)}
+    assert found.keys == {second.id: "two", third.id: "three"}
+    assert found.keys == {
+        fact_id: encoding.key
+        for fact_id, encoding in catalog.encodings("m", ids([first, second, third])).items()
+    }
+    assert catalog.found_facts(ANA, seqs) == (found.facts, {}, 0)
+    catalog.delete(first.id)
+    found = catalog.found_facts(ANA, [*seqs, other.seq], "m")
+    assert [fact.id for fact in found.facts.values()] == ids([second, third, other])
+    assert (found.keys, found.epoch) == ({second.id: "two"}, 1)
+
+
+def test_each_fact_has_metadata_of_its_own(catalog: Catalog) -> None:
+    turns = [Turn("a", metadata={"n": [1]}), Turn("b"), Turn("c")]
+    stored = catalog.add_facts(ANA, turns, np.zeros((3, DIM), dtype=np.float32))
+    read = catalog.facts(ANA)
+    assert read == stored
+    read[0].metadata["n"].append(2)
+    read[1].metadata["m"] = 1
+    assert read[2].metadata == {}
+    assert catalog.facts(ANA) == stored
 
 
 def test_add_stores_all_or_nothing(catalog: Catalog) -> None:

@@ -25,7 +25,7 @@ def run(*arguments: str, stdin: str | None = None) -> Result:
 
 @pytest.fixture(autouse=True)
 def _unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("engine", "bench"):  # it would change this process
+    for place in ("engine", "bench_options"):  # it would change this process
         monkeypatch.setattr(f"inferscale.cli.{place}.prepare_engine", lambda *, verbose: None)
 
 
@@ -129,7 +129,9 @@ def test_values_out_of_range_are_refused_before_anything_starts(
 
 
 def test_defaults_are_those_of_the_settings() -> None:
-    assert "[default: 1GiB]" in run("chat", "--help").stdout
+    help_text = " ".join(run("chat", "--help").stdout.split())
+    assert "a GPU, 1GiB elsewhere. [default: auto]" in help_text
+    assert ConnectorConfig().is_auto_size
     assert ConnectorConfig().size_bytes == 2**30
 
 
@@ -170,11 +172,11 @@ def test_report_of_a_damaged_file(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert result.stderr.startswith(f"Error: Line 1 of {path} is damaged")
     path.write_text("", encoding="utf-8")
-    assert "has no run of `inferscale bench ttft`" in run("bench", "report", str(path)).stderr
+    assert "there are no rows" in run("bench", "report", str(path)).stderr
 
 
 def test_ttft_without_matplotlib_is_refused_before_the_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("inferscale.bench.report.find_spec", lambda name: None)
+    monkeypatch.setattr("inferscale.bench.plots.find_spec", lambda name: None)
     result = run("bench", "ttft")
     assert result.exit_code == 1
     assert result.stderr.startswith("Error: Plots need matplotlib")

@@ -17,12 +17,30 @@ from click.testing import CliRunner, Result
 import inferscale.memory_llm
 from inferscale.cli.app import main
 from inferscale.errors import EngineMissing, InvalidInput, TextTooLong
-from inferscale.facts import Fact, Scope, SearchHit
+from inferscale.facts import Fact, Scope, SearchHit, Turn
 from inferscale.memory_llm import ChatResult, EncodeProgress
 from inferscale.models import ensure_demo_model, ensure_embedder
 
 HIT = SearchHit(Fact("fact-1", 1, Scope("ana"), "My sister lives in Oslo."), 0.5)
 ANA = ("--user-id", "ana")
+
+
+class FakeMemory:
+    """Counts what is added, and refuses texts of more than 20 characters."""
+
+    def __init__(self) -> None:
+        self.catalog = SimpleNamespace(count=lambda scope: 7)
+        self.batches: list[list[Turn]] = []
+
+    def add(self, turns: list[Turn], **scope: Any) -> None:
+        self.batches.append(turns)
+
+    def count(self, **scope: Any) -> int:
+        return sum(map(len, self.batches))
+
+    def check_text(self, turn: Turn) -> None:
+        if len(turn.text) > 20:
+            raise TextTooLong("A text has too many tokens. Nothing was stored.")
 
 
 class FakeLLM:
@@ -35,8 +53,8 @@ class FakeLLM:
         self.chats: list[dict[str, Any]] = []
         self.warmed: list[Scope] = []
         self.added = 0
-        self.engine = SimpleNamespace(reset_prefix_cache=lambda: None)
-        self.memory = SimpleNamespace(catalog=SimpleNamespace(count=lambda scope: 7))
+        self.engine = SimpleNamespace(reset_prefix_cache=lambda: None, budget=lambda: "Memory of the CPU: …")
+        self.memory = FakeMemory()
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -49,7 +67,9 @@ class FakeLLM:
 
     def warm(self, *, user_id: Any, agent_id: Any, run_id: Any, progress: Any) -> EncodeProgress:
         self.warmed.append(Scope(user_id, agent_id, run_id))
-        state = EncodeProgress(done_jobs=2, jobs=2, stored_tokens=100, computed_tokens=230, seconds=0.5)
+        state = EncodeProgress(
+            done_jobs=2, jobs=2, stored_tokens=100, computed_tokens=230, seconds=0.5, stored_facts=4
+        )
         progress(state)
         return state
 
@@ -96,7 +116,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[FakeLLM]:
         return started[-1]
 
     monkeypatch.setattr(inferscale.memory_llm, "MemoryLLM", start)
-    for place in ("engine", "bench"):  # it would change this process
+    for place in ("engine", "bench_options"):  # it would change this process
         monkeypatch.setattr(f"inferscale.cli.{place}.prepare_engine", lambda *, verbose: None)
     return started
 
@@ -120,7 +140,8 @@ def test_one_question(opened: list[FakeLLM]) -> None:
     assert llm.warmed == []
     assert llm.settings["repair_after_chat"] is False
     assert llm.settings["engine_args"]["use_tqdm_on_load"] is False
-    assert llm.settings["pool_size_bytes"] == 2**30
+    assert llm.settings["pool_size_bytes"] is None
+    assert "Memory of the CPU: …\n" in result.stderr
 
 
 def test_one_question_as_json(opened: list[FakeLLM]) -> None:
@@ -226,10 +247,58 @@ def test_warm(opened: list[FakeLLM]) -> None:
         "resident_segments": 8,
         "free_pages": 40,
     }
-    assert "encoded 2/2 passes, 460 tokens/s" in result.stderr
+    assert "encoded 2/2 passes, 460 tokens/s, 8 facts/s" in result.stderr
+    assert "Memory of the CPU: …\n" in result.stderr
     assert opened[0].warmed == [Scope("ana")]
     assert run("warm").stdout.startswith("7 facts, 8 segments resident, 2 passes, 230 tokens computed")
     assert opened[1].warmed == [Scope()]
+
+
+def test_pool_sizes(opened: list[FakeLLM]) -> None:
+    for given in ("512MiB", "auto"):
+        assert run("warm", "--pool-size", given).exit_code == 0
+    assert [llm.settings["pool_size_bytes"] for llm in opened] == [2**29, None]
+
+
+def test_ingest_and_encode(opened: list[FakeLLM], tmp_path: Path) -> None:
+    path = tmp_path / "facts.txt"
+    path.write_text("one\ntwo\n\nthree\n")
+    result = run("ingest", str(path), *ANA, "--encode", "--batch", "2", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert (report["facts"], report["files"], report["skipped"]) == (3, 1, 0)
+    assert report["encoding"] == {
+        "facts": 4, "passes": 2, "failed": 0, "stored_tokens": 100, "computed_tokens": 230, "seconds": 0.5,
+        "facts_per_s": 8.0, "stored_tokens_per_s": 200.0,
+    }  # fmt: skip
+    (llm,) = opened
+    assert [[turn.text for turn in batch] for batch in llm.memory.batches] == [["one", "two"], ["three"]]
+    assert llm.warmed == [Scope("ana")]
+    shown = run("ingest", str(path), *ANA, "--encode")
+    assert "Memory of the CPU: …\n" in shown.stderr
+    assert "stored 3/3 facts" in shown.stderr
+    assert "encoded 2/2 passes" in shown.stderr
+    assert shown.stdout.splitlines()[1].startswith(
+        "4 facts encoded in 0.5 s (8 facts/s, 200 tokens/s, 230 tok"
+    )
+
+
+def test_a_text_too_long_for_the_model_is_found_before_anything_is_stored(
+    opened: list[FakeLLM], tmp_path: Path
+) -> None:
+    path = tmp_path / "facts.txt"
+    path.write_text("one\n" + "long " * 9 + "\n")
+    result = run("ingest", str(path), *ANA, "--encode", "--batch", "1")
+    assert result.exit_code == 1
+    assert f"Error: Line 2 of {path}: A text has too many tokens. Nothing was stored." in result.stderr
+    assert opened[0].memory.batches == []
+
+
+def test_options_of_the_engine_need_encode(opened: list[FakeLLM], tmp_path: Path) -> None:
+    path = tmp_path / "facts.txt"
+    path.write_text("one\n")
+    assert "are for the engine; add --encode" in run("ingest", str(path), *ANA).stderr
+    assert opened == []
 
 
 def test_demo(opened: list[FakeLLM]) -> None:
@@ -273,7 +342,7 @@ def test_what_a_start_raises_is_one_line(
         raise raised
 
     monkeypatch.setattr(inferscale.memory_llm, "MemoryLLM", refuse)
-    for command in (["demo"], ["warm"], ["chat", "hi", *ANA], ["bench", "ttft", "--k", "0"]):
+    for command in (["demo"], ["warm"], ["chat", "hi", *ANA], ["ingest", "-", *ANA, "--encode"]):
         result = run(*command)
         assert result.exit_code == 1
         last = result.stderr.splitlines()[-1]

@@ -48,6 +48,13 @@ def test_sizes_that_are_refused_name_the_setting_and_what_is_allowed(given: Any)
         parse_size(given, "pool_size_bytes")
 
 
+def test_the_pool_size_may_be_left_to_the_start() -> None:
+    for config in (ConnectorConfig(), ConnectorConfig(pool_size_bytes="auto")):
+        assert config.is_auto_size
+        assert (config.pool_size_bytes, config.size_bytes) == ("auto", 2**30)
+    assert not ConnectorConfig(pool_size_bytes=2**30).is_auto_size
+
+
 def test_the_pool_size_is_parsed_once_and_must_be_above_zero() -> None:
     assert ConnectorConfig(pool_size_bytes="64MiB").size_bytes == 64 * 2**20
     for size in (0, -1, "0", "0GB", "0.1B"):

@@ -101,6 +101,19 @@ def test_cpu_engine_beside_a_gpu_is_noted_but_serves(
     assert "NVIDIA H200 (136.7 of 140.4 GiB free)" in found("device").detail
 
 
+def test_a_gpu_that_others_fill_is_noted(machine: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = Gpu("NVIDIA GB10", 0, 0)
+    monkeypatch.setattr(doctor, "find_gpus", lambda: [H200, unknown])
+    assert found("device").ok
+    monkeypatch.setattr(doctor, "find_gpus", lambda: [H200, Gpu("NVIDIA H200", 20_000, 143_771)])
+    finding = found("device")
+    assert not finding.ok
+    assert not finding.required
+    assert (
+        "NVIDIA H200 (19.5 of 140.4 GiB free): the model, vLLM's cache and the pool share" in finding.detail
+    )
+
+
 def test_gpus_are_read_from_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho 'NVIDIA H200, 140000, 143771'\necho 'NVIDIA GB10, [N/A], [N/A]'\n")

@@ -262,7 +262,7 @@ def test_a_plan_has_the_scope_and_epoch_of_its_facts(catalog: Catalog, prompts: 
     [job] = one.new_jobs(ANA_RUN)
     plan = one.plan_of(job)
     assert (plan.model, plan.scope, plan.epoch) == ("m", scope_digest("ana", None, "1"), 0)
-    assert (plan.captures, plan.segments, plan.order) == (job.captures, (), None)
+    assert (plan.captures, tuple(plan.segments), plan.order) == (job.captures, (), None)
     catalog.delete(facts[0].id)
     assert one.plan_of(job).epoch == 1
 
@@ -283,14 +283,14 @@ def test_a_pass_whose_fact_was_deleted_meanwhile_does_not_run(
     catalog: Catalog, prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = say(catalog, ANA, 6)
-    record = catalog.record_pass
+    record = catalog.record_passes
 
-    def delete_first(*arguments: Any) -> int:
+    def delete_first(*arguments: Any) -> list[int | None]:
         monkeypatch.undo()
         catalog.delete(facts[0].id)
         return record(*arguments)
 
-    monkeypatch.setattr(catalog, "record_pass", delete_first)
+    monkeypatch.setattr(catalog, "record_passes", delete_first)
     one = encoder(catalog, prompts)
     [job] = one.new_jobs(ANA)
     assert parts(job) == expected_job(prompts, facts[1:3], facts[3:6])

@@ -94,6 +94,21 @@ def test_filters_in_all_combinations(memory: Memory) -> None:
         assert memory.count(**ids) == len(expected)
 
 
+def test_recall_brings_keys_and_the_epoch(memory: Memory) -> None:
+    first, second, third = memory.add(["the cat", "the dog", "the cow"], user_id="ana")
+    memory.delete(third.id)
+    memory.catalog.record_pass("m", first.scope, [first.id], [second.id], ["key"])
+    recall = memory.recall("the dog", Scope("ana"), 5, "m")
+    assert list(recall.hits) == memory.search("the dog", user_id="ana", top_k=5)
+    assert (recall.keys, recall.epoch) == ({second.id: "key"}, 1)
+    assert recall.embed_ms > 0
+    assert recall.search_ms > 0
+    assert memory.recall("the dog", Scope("ana"), 5).keys == {}
+    assert memory.recall("the dog", Scope("ana"), 0, "m") == ((), {}, 1, 0.0, 0.0)
+    with pytest.raises(UnknownScope):
+        memory.recall("the dog", Scope("nobody"), 5, "m")
+
+
 # --- scopes and numbers --------------------------------------------------------------------------
 
 

@@ -158,6 +158,24 @@ def test_head_is_known_in_advance(tokenizer: Any) -> None:
     assert text_of(tokenizer, builder.anchor_ids).endswith(f"{builder.default_system}\n\n{builder.heading}\n")
 
 
+def test_a_draft_is_rendered_once(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = PromptBuilder(tokenizer)
+    expected = [builder.build(CONVERSATION[1:], facts, tail) for facts, tail in ((FACTS, []), (FACTS, TAIL))]
+    rendered: list[object] = []
+    render = builder._render
+    monkeypatch.setattr(builder, "_render", lambda *given: rendered.append(given) or render(*given))
+    draft = builder.draft(CONVERSATION[1:])
+    assert draft.question == "What did Caroline do?"
+    assert rendered == []
+    assert draft.head_ids == expected[0].head_ids
+    assert [draft.build(FACTS), draft.build(FACTS, TAIL)] == expected
+    assert len(rendered) == 1
+    num_facts = sum(len(builder.fact_ids(one)) for one in (*FACTS, *TAIL))
+    assert abs(draft.num_tokens + num_facts - len(expected[1].token_ids)) <= 2
+    assert draft.build([], TAIL) == builder.build(CONVERSATION[1:], [], TAIL)
+    assert draft.build() == builder.build(CONVERSATION[1:])
+
+
 def test_anchor_does_not_follow_the_calendar() -> None:
     builder = PromptBuilder(tokenizer_with(DATED))
     assert "01 Jan 2025" in text_of(tokenizer_with(DATED), builder.anchor_ids)

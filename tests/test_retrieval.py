@@ -17,7 +17,10 @@ from fakes import WordEmbedder
 from inferscale.errors import EngineMissing, InvalidConfig, InvalidInput
 from inferscale.retrieval import Embedder, SentenceEmbedder, VectorIndex
 from inferscale.retrieval import embedder as embedder_module
-from inferscale.retrieval.index import _FIRST_CAPACITY
+from inferscale.retrieval import index as index_module
+from inferscale.retrieval.bert import BertEncoder, network_of, pooled
+from inferscale.retrieval.index import _FIRST_CAPACITY, _SPARE, torch_device
+from inferscale.retrieval.query_graphs import LENGTHS, QueryGraphs, embed_padded, fill, padded_length
 
 DIM = 8
 RNG = np.random.default_rng(0)
@@ -32,6 +35,16 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(params=["listed", "masked", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where an index lies; `masked`: on the CPU, but with filters as on a GPU."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if request.param == "masked":
+        monkeypatch.setattr(index_module, "_LISTED_ON", ())
+    return "cuda" if request.param == "cuda" else "cpu"
+
+
 def random_vectors(n: int, dim: int = DIM, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((n, dim)).astype(np.float32)
 
@@ -44,10 +57,10 @@ def best(vectors: dict[int, np.ndarray], query: np.ndarray, k: int) -> list[int]
 # --- index ---------------------------------------------------------------------------------------
 
 
-def test_search_is_exact_across_growth() -> None:
+def test_search_is_exact_across_growth(device: str) -> None:
     count = 3 * _FIRST_CAPACITY + 5
     vectors = random_vectors(count)
-    index = VectorIndex(DIM)
+    index = VectorIndex(DIM, device)
     for start in range(0, count, 97):
         rows = range(start, min(count, start + 97))
         index.add(rows, [id % 3 for id in rows], vectors[start : rows.stop])
@@ -67,16 +80,16 @@ def test_search_is_exact_across_growth() -> None:
     assert index.search(query, 5, []) == index.search(query, 5, [99]) == index.search(query, 0) == []
 
 
-def test_filter_comes_before_top_k() -> None:
-    index = VectorIndex(DIM)
+def test_filter_comes_before_top_k(device: str) -> None:
+    index = VectorIndex(DIM, device)
     query = random_vectors(1)[0]
     index.add(range(1000), [0] * 1000, np.tile(query, (1000, 1)))
     index.add([1000, 1001], [1, 1], np.stack([-query, query + 1]))
     assert [hit.id for hit in index.search(query, 10, [1])] == [1001, 1000]
 
 
-def test_equal_scores_come_newest_first() -> None:
-    index = VectorIndex(DIM)
+def test_equal_scores_come_newest_first(device: str) -> None:
+    index = VectorIndex(DIM, device)
     vectors = random_vectors(3)
     noisy = np.tile(vectors[0], (40, 1)) * (1 + 1e-7 * np.arange(40, dtype=np.float32)[:, None])
     index.add(range(40), [0] * 40, noisy)
@@ -86,6 +99,38 @@ def test_equal_scores_come_newest_first() -> None:
     assert len({hit.score for hit in hits}) == 1
     index.remove([38])
     assert [hit.id for hit in index.search(vectors[0], 3)] == [39, 37, 36]
+
+
+def test_more_equal_scores_than_are_fetched(device: str) -> None:
+    """Equal ones are found however many they are, in a filter as well."""
+    count = 4 * (_SPARE + 5)
+    index = VectorIndex(DIM, device)
+    vectors = random_vectors(2)
+    index.add(range(count), [id % 2 for id in range(count)], np.tile(vectors[:1], (count, 1)))
+    index.add([count, count + 1], [0, 1], np.stack([vectors[1], -vectors[1]]))
+    newest = list(range(count))[::-1]
+    for k in (1, 5, 5 + _SPARE):
+        assert [hit.id for hit in index.search(vectors[0], k)] == newest[:k]
+        assert [hit.id for hit in index.search(vectors[0], k, [1])] == newest[::2][:k]
+    assert [hit.id for hit in index.search(vectors[1], 2, [0])] == [count, newest[1]]
+
+
+def test_a_filter_follows_the_table(device: str) -> None:
+    index = VectorIndex(DIM, device)
+    query = random_vectors(1)[0]
+    index.add(range(40), [id % 4 for id in range(40)], random_vectors(40))
+
+    def found(*codes: int) -> set[int]:
+        return {hit.id for hit in index.search(query, 99, codes)}
+
+    assert found(1) == set(range(1, 40, 4))
+    assert found(1, 2) == found(2, 1) == set(range(1, 40, 4)) | set(range(2, 40, 4))
+    index.add([40, 41], [1, 7], random_vectors(2, seed=1))
+    assert found(1) == {*range(1, 40, 4), 40}
+    assert found(7) == {41}
+    index.remove([5, 41])
+    assert found(1) == {*range(1, 40, 4), 40} - {5}
+    assert found(7) == set()
 
 
 @settings(max_examples=50, deadline=None)
@@ -153,6 +198,15 @@ def test_an_unknown_device_is_refused() -> None:
             VectorIndex(DIM, name).add([1], [1], random_vectors(1))
 
 
+def test_auto_is_a_gpu_where_there_is_one() -> None:
+    wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    assert torch_device("auto", "embedder_device").type == wanted
+    index = VectorIndex(DIM, "auto")
+    index.add([1], [1], random_vectors(1))
+    assert index._table is not None
+    assert index._table.vectors.device.type == wanted
+
+
 def test_threads_share_an_index() -> None:
     index = VectorIndex(DIM)
 
@@ -172,6 +226,7 @@ def test_threads_share_an_index() -> None:
 # --- embedders -----------------------------------------------------------------------------------
 
 WORDS = ["the", "a", "cat", "dog", "likes", "milk", "fish", "runs", "away", "from", "big", "red", "house"]
+LONG = " ".join(WORDS * 30)
 TEXTS = [" ".join(RNG.choice(WORDS, size=int(size))) for size in RNG.integers(1, 60, size=40)]
 
 
@@ -247,6 +302,74 @@ def test_a_vector_does_not_depend_on_its_batch(
     np.testing.assert_allclose(shuffled, together[order], atol=1e-5)
     monkeypatch.setattr(embedder_module, "MAX_BATCH_TOKENS", 200)
     np.testing.assert_allclose(sentence_embedder.embed(TEXTS), together, atol=1e-5)
+
+
+def test_a_single_text_takes_another_way_to_the_same_vector(tiny_model: Path) -> None:
+    torch.set_num_threads(2)  # as the fixture left it: short texts then have a thread of their own
+    embedder = SentenceEmbedder(tiny_model)
+    together = embedder.embed([*TEXTS, LONG])
+    for text, expected in zip([*TEXTS, LONG], together, strict=True):
+        np.testing.assert_allclose(embedder.embed([text])[0], expected, atol=1e-5)
+    assert embedder._load().worker is not None
+    assert torch.get_num_threads() == 2
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 2
+
+
+def load_network(folder: Path) -> Any:
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(folder).eval()
+
+
+def test_the_plain_bert_equals_transformers(tiny_model: Path) -> None:
+    model = load_network(tiny_model)
+    network = network_of(model)
+    assert isinstance(network, BertEncoder)
+    ids = torch.from_numpy(RNG.integers(5, 18, size=(3, 20)))
+    mask = torch.arange(20) < torch.tensor([[20], [7], [1]])
+    with torch.no_grad():
+        expected = model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+        states = network(ids, mask)
+        torch.testing.assert_close(states[mask], expected[mask], atol=1e-5, rtol=0)
+        unmasked = model(input_ids=ids).last_hidden_state
+        torch.testing.assert_close(network(ids, None), unmasked, atol=1e-5, rtol=0)
+        model.config.hidden_act = "relu"  # not the plain one any more: transformers runs it
+        other = network_of(model)
+        assert not isinstance(other, BertEncoder)
+        torch.testing.assert_close(other(ids, None), unmasked, atol=1e-5, rtol=0)
+
+
+def test_padding_changes_no_vector(tiny_model: Path) -> None:
+    """What a CUDA graph computes, here without one."""
+    network = network_of(load_network(tiny_model))
+    assert [padded_length(n, LENGTHS) for n in (1, 16, 17, 256, 257)] == [16, 16, 32, 256, None]
+    for num_tokens in (1, 3, 15, 16):
+        token_ids = RNG.integers(5, 18, size=num_tokens).tolist()
+        with torch.inference_mode():
+            expected = pooled(network(torch.tensor([token_ids]), None), None)[0]
+            for length in LENGTHS:
+                buffer = torch.full((1 + length,), 7)  # what an earlier text left there
+                fill(buffer, token_ids)
+                torch.testing.assert_close(embed_padded(network, buffer), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_graphs_give_the_vectors_of_the_eager_pass(tiny_model: Path) -> None:
+    on_gpu, on_cpu = SentenceEmbedder(tiny_model, "cuda"), SentenceEmbedder(tiny_model)
+    texts = [*TEXTS, LONG, "cat", ""]
+    together = on_gpu.embed(texts)  # a batch is eager
+    np.testing.assert_allclose(together, on_cpu.embed(texts), atol=1e-4)
+    graphs = on_gpu._load().graphs
+    assert isinstance(graphs, QueryGraphs)
+    for _ in range(2):  # what one text leaves in the buffers is not seen by the next
+        for text, expected in zip(texts, together, strict=True):
+            np.testing.assert_allclose(on_gpu.embed([text])[0], expected, atol=1e-5)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda text: on_gpu.embed([text])[0], texts * 3))
+    np.testing.assert_allclose(np.stack(found), np.tile(together, (3, 1)), atol=1e-5)
+    assert graphs.embed(list(range(5, 15)) * 30) is None
 
 
 def test_only_the_first_256_tokens_decide(sentence_embedder: SentenceEmbedder) -> None:

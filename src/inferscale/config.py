@@ -137,8 +137,20 @@ class MemoryConfig:
 
     data_dir: str | Path = field(default_factory=lambda: default_data_dir())
     embedder: str | Path | None = None
-    """Folder or hub name of a sentence-embedding model; default: all-MiniLM-L6-v2."""
+    """Folder or hub name of a sentence-embedding model; default: all-MiniLM-L6-v2. The name `static`
+    is kept for token vectors made once of the default: a query is embedded in tens of microseconds,
+    and less is found (`retrieval.static`). Vectors of different embedders do not go together, so a
+    folder keeps the embedder that it began with."""
     embedder_device: str = "cpu"
+    """Torch device of the embedder and of the search index, such as `cpu` or `cuda:0`; `auto` is a GPU
+    where there is one. On a GPU both need memory beside the engine's."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.embedder_device, str) or not self.embedder_device:
+            raise InvalidConfig(
+                f"embedder_device is {self.embedder_device!r}; allowed are 'auto', 'cpu' and the "
+                "accelerators of this machine, such as 'cuda' or 'cuda:0'."
+            )
 
 
 def default_data_dir() -> Path:

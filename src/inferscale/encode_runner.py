@@ -2,13 +2,18 @@
 
 KV is a cache of the text: a job that fails costs time later, never the caller's facts or answer,
 so failures are logged and counted here and do not come out as errors.
+
+Jobs run as one stream: several are always in flight, so that the engine's steps are full, and the next
+is submitted as one finishes. Their order does not matter: each pass computes its own window and captures
+its own spans, under keys that say what they have seen.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 from inferscale.encoder import EncodeJob, Encoder
@@ -17,7 +22,13 @@ from inferscale.offline import Generation, GenerationRequest, OfflineEngine
 
 logger = logging.getLogger(__name__)
 
-_JOBS_AT_ONCE = 8
+_STEPS_IN_FLIGHT = 3
+"""Full steps of the engine that are submitted ahead: one runs, the others wait for it."""
+_MAX_JOBS_IN_FLIGHT = 256
+_KEYS_AT_ONCE = 10_000
+_PROGRESS_EVERY_S = 0.5
+# A pass is run for its KV; the token that it generates is not even turned into text.
+_SAMPLING = {"detokenize": False}
 
 
 class EncodeProgress(NamedTuple):
@@ -25,7 +36,8 @@ class EncodeProgress(NamedTuple):
 
     stored_tokens: of facts whose KV is in the pool now, the anchor not counted. computed_tokens: of
     all passes, so computed / stored is the cost of the window policy. num_failed: spans that found
-    no room in the pool, or whose pass failed; their facts stay text.
+    no room in the pool, or whose pass failed; their facts stay text. stored_facts: those of
+    stored_tokens.
     """
 
     done_jobs: int
@@ -34,6 +46,15 @@ class EncodeProgress(NamedTuple):
     computed_tokens: int
     seconds: float
     num_failed: int = 0
+    stored_facts: int = 0
+
+    @property
+    def stored_tokens_per_s(self) -> float:
+        return self.stored_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def stored_facts_per_s(self) -> float:
+        return self.stored_facts / self.seconds if self.seconds else 0.0
 
 
 Progress = Callable[[EncodeProgress], None]
@@ -48,7 +69,12 @@ class EncodeRunner:
 
     def resident(self, keys: Sequence[str]) -> set[str]:
         """Which of the keys are in the pool. Raises EngineError where the engine does not answer."""
-        return {key for key, yes in zip(keys, self.engine.residency.resident(keys), strict=True) if yes}
+        there: set[str] = set()
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            asked = list(keys[start : start + _KEYS_AT_ONCE])
+            answers = self.engine.residency.resident(asked)
+            there.update(key for key, yes in zip(asked, answers, strict=True) if yes)
+        return there
 
     def encode_new(self, scope: Scope, progress: Progress | None = None) -> EncodeProgress:
         """Encode what was never encoded in this scope."""
@@ -90,25 +116,28 @@ class EncodeRunner:
         return kept[::-1]
 
     def run(self, jobs: Sequence[EncodeJob], progress: Progress | None = None) -> EncodeProgress:
-        """Run jobs, several in one batch of the engine; `progress` is called after each batch."""
-        start_s = time.perf_counter()
+        """Run jobs; `progress` is called as they finish, at most every half second, and at the end.
+
+        A job all of whose spans earlier ones capture, as where two scopes hold the same
+        conversation, is left out. An error of the engine comes out; what was captured before stays.
+        """
+        jobs = _without_repetitions(jobs)
+        start_s = told_s = time.perf_counter()
         state = EncodeProgress(0, len(jobs), 0, 0, 0.0)
-        for start in range(0, len(jobs), _JOBS_AT_ONCE):
-            batch = jobs[start : start + _JOBS_AT_ONCE]
-            requests = [GenerationRequest(job.token_ids, plan=self.encoder.plan_of(job)) for job in batch]
-            results = self.engine.generate(requests)
-            failed = [_num_failed(job, result) for job, result in zip(batch, results, strict=True)]
-            state = EncodeProgress(
-                start + len(batch),
-                len(jobs),
-                state.stored_tokens
-                + sum(job.num_fact_tokens for job, lost in zip(batch, failed, strict=True) if not lost),
-                state.computed_tokens + sum(len(job.token_ids) for job in batch),
-                time.perf_counter() - start_s,
-                state.num_failed + sum(failed),
-            )
-            if progress is not None:
-                progress(state)
+        stream = self.engine.stream(
+            self._requests(jobs),
+            max_in_flight=_MAX_JOBS_IN_FLIGHT,
+            max_tokens_in_flight=_STEPS_IN_FLIGHT * self.engine.step_tokens,
+        )
+        with closing(stream) as finished:
+            for place, result in finished:
+                now_s = time.perf_counter()
+                state = _after(state, jobs[place], result, now_s - start_s)
+                if progress is not None and (
+                    now_s - told_s >= _PROGRESS_EVERY_S or state.done_jobs == len(jobs)
+                ):
+                    progress(state)
+                    told_s = now_s
         if state.num_failed:
             logger.warning(
                 "%d of %d segments were not captured and stay text; is the pool too small?",
@@ -116,6 +145,36 @@ class EncodeRunner:
                 sum(len(job.captures) for job in jobs),
             )
         return state
+
+    def _requests(self, jobs: Iterable[EncodeJob]) -> Iterator[GenerationRequest]:
+        """Made one by one: a plan carries the epoch that holds when its request is submitted."""
+        for job in jobs:
+            yield GenerationRequest(job.token_ids, plan=self.encoder.plan_of(job), sampling=_SAMPLING)
+
+
+def _without_repetitions(jobs: Iterable[EncodeJob]) -> list[EncodeJob]:
+    """Jobs without those that would capture nothing new."""
+    kept: list[EncodeJob] = []
+    captured: set[str] = set()
+    for job in jobs:
+        keys = [span.key for span in job.captures]
+        if not captured.issuperset(keys):
+            kept.append(job)
+            captured.update(keys)
+    return kept
+
+
+def _after(state: EncodeProgress, job: EncodeJob, result: Generation, seconds: float) -> EncodeProgress:
+    num_failed = _num_failed(job, result)
+    return EncodeProgress(
+        state.done_jobs + 1,
+        state.jobs,
+        state.stored_tokens + (0 if num_failed else job.num_fact_tokens),
+        state.computed_tokens + len(job.token_ids),
+        seconds,
+        state.num_failed + num_failed,
+        state.stored_facts + (0 if num_failed else job.num_facts),
+    )
 
 
 def _num_failed(job: EncodeJob, result: Generation) -> int:

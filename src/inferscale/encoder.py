@@ -8,16 +8,20 @@ nothing of vLLM: `MemoryLLM` (and the server) run the jobs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
-from itertools import groupby
+from array import array
+from collections.abc import Iterable, Mapping, Sequence, Set
+from itertools import groupby, islice
 from typing import NamedTuple
 
-from inferscale.catalog import Catalog
-from inferscale.errors import UnknownFact
+from inferscale.catalog import Catalog, NewPass
+from inferscale.catalog import EncodePass as RecordedPass
 from inferscale.facts import Fact, Scope
 from inferscale.plan import Plan, Span, scope_digest, segment_key
 from inferscale.prompt import PromptBuilder
 from inferscale.windows import EncodePass, WindowPolicy, pass_tokens, plan_passes
+
+_PASSES_AT_ONCE = 64
+"""Passes that are read or stored in one transaction of the catalog: each costs a write to the disk."""
 
 
 class EncodeJob(NamedTuple):
@@ -31,6 +35,11 @@ class EncodeJob(NamedTuple):
     def num_fact_tokens(self) -> int:
         """Tokens of the captured facts; a system text at the start is not one."""
         return sum(span.end - span.start for span in self.captures if span.start > 0)
+
+    @property
+    def num_facts(self) -> int:
+        """Captured facts."""
+        return sum(span.start > 0 for span in self.captures)
 
 
 class Encoder:
@@ -47,7 +56,8 @@ class Encoder:
         self.prompts = prompts
         self.model = model
         # What the catalog files encodings under: with another anchor all keys are others.
-        self.encodings_of = f"{model}+{self.head_key(prompts.anchor_ids)}"
+        self._anchor_key = self.head_key(prompts.anchor_ids)
+        self.encodings_of = f"{model}+{self._anchor_key}"
         self.policy = policy
         self.max_tokens = max_tokens
 
@@ -80,7 +90,8 @@ class Encoder:
             f for f in self.catalog.facts(scope, after=first - 1) if f.seq <= last and f.scope == scope
         ]
         items = [*before, *between]
-        lengths = [len(self.prompts.fact_ids(fact)) for fact in items]
+        items_ids = [self.prompts.fact_ids(fact) for fact in items]
+        lengths = [len(ids) for ids in items_ids]
         # A text that was stored without a look at this model may be too long for it; it stays text.
         room = self.max_tokens - len(self.prompts.anchor_ids)
         passes = plan_passes(
@@ -90,57 +101,62 @@ class Encoder:
             anchor_tokens=len(self.prompts.anchor_ids),
             max_tokens=self.max_tokens,
         )
-        jobs = []
+        planned: list[tuple[EncodeJob, NewPass]] = []
         for encode_pass in passes:
             # What stands between captured facts is captured too: its KV is computed anyway.
             num_window = len(encode_pass.window)
-            facts = [items[index] for index in encode_pass.items]
-            if only is not None and only.isdisjoint(fact.id for fact in facts[num_window:]):
+            fact_ids = [items[index].id for index in encode_pass.items]
+            if only is not None and only.isdisjoint(fact_ids[num_window:]):
                 continue
-            job = self._job(scope, facts, num_window)
-            if self._record(scope, facts, num_window, job):
-                jobs.append(job)
-        return jobs
+            job = self._job(scope, [items_ids[index] for index in encode_pass.items], num_window)
+            planned.append((job, _new_pass(job, fact_ids, num_window)))
+        return self._recorded(scope, planned)
 
-    def _record(self, scope: Scope, facts: Sequence[Fact], num_window: int, job: EncodeJob) -> bool:
-        """Store a pass; False where a fact of it was deleted meanwhile, so that it must not run."""
-        keys = [span.key for span in job.captures[1:]]
-        ids = [fact.id for fact in facts]
-        try:
-            self.catalog.record_pass(self.encodings_of, scope, ids[:num_window], ids[num_window:], keys)
-        except UnknownFact:
-            return False
-        return True
+    def _recorded(self, scope: Scope, planned: Sequence[tuple[EncodeJob, NewPass]]) -> list[EncodeJob]:
+        """Store passes; without those of which a fact was deleted meanwhile, which must not run."""
+        jobs: list[EncodeJob] = []
+        for start in range(0, len(planned), _PASSES_AT_ONCE):
+            chunk = planned[start : start + _PASSES_AT_ONCE]
+            pass_ids = self.catalog.record_passes(self.encodings_of, scope, [new for _, new in chunk])
+            jobs += [job for (job, _), pass_id in zip(chunk, pass_ids, strict=True) if pass_id is not None]
+        return jobs
 
     def rebuild_jobs(self, fact_ids: Iterable[str]) -> list[EncodeJob]:
         """The recorded passes that these facts' KV comes from; one job a pass, however many of its facts."""
         encodings = self.catalog.encodings(self.encodings_of, fact_ids)
-        pass_ids = dict.fromkeys(encoding.pass_id for encoding in encodings.values())
-        jobs = []
-        for recorded in self.catalog.passes(pass_ids).values():
-            facts = {fact.id: fact for fact in self.catalog.facts_by_ids(recorded.fact_ids)}
-            if len(facts) < len(recorded.fact_ids):
-                continue  # a fact was deleted meanwhile; the pass is gone or truncated now
-            ordered = [facts[fact_id] for fact_id in recorded.fact_ids]
-            job = self._job(recorded.scope, ordered, recorded.num_window)
-            keys = [recorded.keys.get(fact.id) for fact in ordered[recorded.num_window :]]
-            is_same = keys == [span.key for span in job.captures[1:]]
-            # Other keys mean that facts are rendered or tokenized in another way since: file it anew.
-            if is_same or self._record(recorded.scope, ordered, recorded.num_window, job):
-                jobs.append(job)
+        pass_ids = iter(dict.fromkeys(encoding.pass_id for encoding in encodings.values()))
+        jobs: list[EncodeJob] = []
+        while chunk := list(islice(pass_ids, _PASSES_AT_ONCE)):
+            passes = self.catalog.passes(chunk).values()
+            needed = dict.fromkeys(fact_id for recorded in passes for fact_id in recorded.fact_ids)
+            facts = {fact.id: fact for fact in self.catalog.facts_by_ids(needed)}
+            jobs += filter(None, (self._rebuild_job(recorded, facts) for recorded in passes))
         return jobs
 
-    def _job(self, scope: Scope, facts: Sequence[Fact], num_window: int) -> EncodeJob:
+    def _rebuild_job(self, recorded: RecordedPass, facts: Mapping[str, Fact]) -> EncodeJob | None:
+        """The job of a recorded pass; None where a fact of it is gone, and the pass with it or its end."""
+        if any(fact_id not in facts for fact_id in recorded.fact_ids):
+            return None
+        items_ids = [self.prompts.fact_ids(facts[fact_id]) for fact_id in recorded.fact_ids]
+        job = self._job(recorded.scope, items_ids, recorded.num_window)
+        keys = [recorded.keys.get(fact_id) for fact_id in recorded.fact_ids[recorded.num_window :]]
+        if keys == [span.key for span in job.captures[1:]]:
+            return job
+        # Other keys mean that facts are rendered or tokenized in another way since: file it anew.
+        new = _new_pass(job, recorded.fact_ids, recorded.num_window)
+        return next(iter(self._recorded(recorded.scope, [(job, new)])), None)
+
+    def _job(self, scope: Scope, items_ids: Sequence[Sequence[int]], num_window: int) -> EncodeJob:
         """Anchor and facts as ids; the anchor is captured as well, it opens every prompt with the default
         system text."""
         anchor = self.prompts.anchor_ids
-        items = range(len(facts))
+        items = range(len(items_ids))
         encode_pass = EncodePass(tuple(items), tuple(items[num_window:]))
-        tokens = pass_tokens(anchor, [self.prompts.fact_ids(fact) for fact in facts], encode_pass)
-        captures = [Span(self.head_key(anchor), 0, len(anchor))]
+        tokens = pass_tokens(anchor, items_ids, encode_pass)
+        captures = [Span(self._anchor_key, 0, len(anchor))]
+        ids = array("i", tokens.token_ids)  # the whole prefix is hashed for every key: slices must be cheap
         for _, start, end in tokens.spans:
-            key = segment_key(self.model, tokens.token_ids[:start], tokens.token_ids[start:end])
-            captures.append(Span(key, start, end))
+            captures.append(Span(segment_key(self.model, ids[:start], ids[start:end]), start, end))
         return EncodeJob(scope, tokens.token_ids, tuple(captures))
 
     def keys(self, fact_ids: Iterable[str]) -> dict[str, str]:
@@ -156,6 +172,10 @@ class Encoder:
         epoch = 0 if scope.is_empty() else self.catalog.epoch(scope)
         digest = scope_digest(scope.user_id, scope.agent_id, scope.run_id)
         return Plan(self.model, digest, epoch, captures=job.captures)
+
+
+def _new_pass(job: EncodeJob, fact_ids: Sequence[str], num_window: int) -> NewPass:
+    return NewPass(fact_ids[:num_window], fact_ids[num_window:], [span.key for span in job.captures[1:]])
 
 
 def _scope_order(fact: Fact) -> tuple[str, str, str, int]:

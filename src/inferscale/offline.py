@@ -2,7 +2,11 @@
 
 Knows plans and token ids; nothing of facts, catalogs and prompts. Used by `MemoryLLM` and by the
 benchmarks. Works with the engine in this process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) and in one
-of its own.
+of its own. On a GPU it divides the memory before vLLM starts, by the rules of `budget`.
+
+Three ways to run requests, on one engine and in any mix: `generate` (all at once, results in
+order), `stream` (a bounded number in flight, results as they finish), and `submit` with `step` (the
+caller's own loop).
 """
 
 from __future__ import annotations
@@ -10,17 +14,20 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from inferscale.budget import MemoryBudget
 from inferscale.config import ConnectorConfig, default_runtime_dir
 from inferscale.connector.folder_lock import remove_runtime_dir
 from inferscale.connector.refusal import forget_refusal, read_refusal
 from inferscale.connector.residency import ResidencyClient
 from inferscale.connector.secret import load_secret, open_runtime_dir
+from inferscale.engine_budget import find_gpus, free_cpu_bytes, within_budget
 from inferscale.errors import EngineError, EngineMissing, InvalidConfig, InvalidInput
+from inferscale.model_size import model_size
 from inferscale.plan import WIRE_KEY, Order, Plan, salt_of, to_wire
 
 
@@ -54,29 +61,56 @@ class Generation:
     finish_reason: str | None
 
 
-class _Running(NamedTuple):
-    """A request's place in the results, and when its submission began."""
+class Finished(NamedTuple):
+    """A request of `stream` that is done. place: among the requests given, from 0."""
 
     place: int
+    generation: Generation
+
+
+class Answer(NamedTuple):
+    """A request of `submit` that is done, by the name that `submit` gave it."""
+
+    name: str
+    generation: Generation
+
+
+@dataclass
+class _Running:
+    """A request in flight. answers: where its result goes. first_s: when its first token came."""
+
+    answers: list[Answer]
     start_s: float
+    first_s: float | None = None
 
 
 class OfflineEngine:
     """A stock `vllm.LLM` with InferScale's connector.
 
-    engine_args: further arguments of `vllm.LLM`. Raises EngineMissing where vLLM is not installed, and
-    what the connector refuses at start-up (InvalidConfig, PoolTooLarge, NotRelocatable, UnsupportedLayout,
-    EngineError for a runtime folder in use), also where vLLM runs it in another process; what vLLM itself
-    refuses comes out as vLLM raises it.
+    engine_args: further arguments of `vllm.LLM`. On a GPU, where they hold no `gpu_memory_utilization`, it
+    is set so that the pool fits beside vLLM's share; a pool size of "auto" is decided there too
+    (`budget.plan_budget`). reserve_bytes: GPU memory that must stay free on each device besides, for an
+    embedder on it, say; None takes `budget.default_reserve`.
+
+    Raises EngineMissing where vLLM is not installed, PoolTooLarge before the start where the budget cannot
+    hold, and what the connector refuses at start-up (InvalidConfig, PoolTooLarge, NotRelocatable,
+    UnsupportedLayout, EngineError for a runtime folder in use), also where vLLM runs it in another
+    process; what vLLM itself refuses comes out as vLLM raises it.
     """
 
     def __init__(
-        self, model: str | Path, connector: ConnectorConfig, engine_args: Mapping[str, Any] | None = None
+        self,
+        model: str | Path,
+        connector: ConnectorConfig,
+        engine_args: Mapping[str, Any] | None = None,
+        *,
+        reserve_bytes: int | None = None,
     ) -> None:
         arguments = dict(engine_args or {})
         for name in ("kv_transfer_config", "model"):
             if name in arguments:
                 raise InvalidConfig(f"engine_args has {name!r}, which InferScale sets itself; leave it out.")
+        connector, arguments = within_budget(str(model), connector, arguments, reserve_bytes)
         engine_id = str(uuid.uuid4())
         self.runtime_dir = open_runtime_dir(connector.runtime_dir or default_runtime_dir(engine_id))
         self.secret = load_secret(self.runtime_dir)
@@ -95,42 +129,119 @@ class OfflineEngine:
 
         self.fingerprint = model_fingerprint(config)
         self.max_model_len = int(config.model_config.max_model_len)
+        self.step_tokens = int(config.scheduler_config.max_num_batched_tokens)
+        """Most tokens that one step of the engine computes."""
+        self.connector = connector
+        """The connector's settings; the pool's size is a number here."""
+        self._model, self._engine_args = str(model), arguments
         self.residency = ResidencyClient(self.runtime_dir)
         self._num_requests = 0
+        self._running: dict[str, _Running] = {}
+        self._answers: list[Answer] = []  # of requests from `submit`
+
+    # running requests ---------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
         """Run requests together until all are done; results in the order given."""
+        results = dict(self.stream(requests))
+        return [results[place] for place in range(len(results))]
+
+    def stream(
+        self,
+        requests: Iterable[GenerationRequest],
+        *,
+        max_in_flight: int | None = None,
+        max_tokens_in_flight: int | None = None,
+    ) -> Generator[Finished, None, None]:
+        """Run requests and yield each as it finishes, in the order of finishing.
+
+        Requests are drawn from the iterable, and submitted, as soon as those in flight are fewer than
+        `max_in_flight` and have, prompts and `max_tokens` added, room below `max_tokens_in_flight`; one
+        is always let in. None is no bound. What is in flight is aborted when an error comes out (of the
+        engine or of the iterable) or the generator is closed. Other calls may run in between.
+        """
+        source = enumerate(requests)
+        upcoming = next(source, None)
+        answers: list[Answer] = []
+        places: dict[str, tuple[int, int]] = {}  # name → place, tokens
+        num_tokens = 0
+        try:
+            while upcoming is not None or places:
+                while upcoming is not None:
+                    place, request = upcoming
+                    size = len(request.token_ids) + request.max_tokens
+                    is_full = max_in_flight is not None and len(places) >= max_in_flight
+                    if max_tokens_in_flight is not None and num_tokens + size > max_tokens_in_flight:
+                        is_full = True
+                    if is_full and places:
+                        break
+                    places[self._submit(request, answers)] = (place, size)
+                    num_tokens += size
+                    upcoming = next(source, None)
+                if not answers:  # a step for somebody else may have brought some
+                    self._advance()
+                done, answers[:] = list(answers), []
+                finished = []
+                for name, generation in done:
+                    place, size = places.pop(name)
+                    num_tokens -= size
+                    finished.append(Finished(place, generation))
+                yield from finished
+        finally:
+            self.abort(places)  # or they would run on in the next call
+
+    def submit(self, request: GenerationRequest) -> str:
+        """Hand over a request and return its name; its result comes out of a later `step`."""
+        return self._submit(request, self._answers)
+
+    def step(self) -> list[Answer]:
+        """Run one step of the engine; requests of `submit` that have finished, [] where none is in flight.
+
+        A request goes through several steps. For a closed loop with n clients: submit n requests, then
+        step, and for every answer submit the next one.
+        """
+        if not self._answers and any(running.answers is self._answers for running in self._running.values()):
+            self._advance()
+        answers, self._answers[:] = list(self._answers), []
+        return answers
+
+    def abort(self, names: Iterable[str]) -> None:
+        """Give up requests of `submit`; names of finished ones do no harm."""
+        left = [name for name in names if self._running.pop(name, None) is not None]
+        if left and self.llm is not None:
+            self.llm.llm_engine.abort_request(left)
+
+    def _advance(self) -> None:
+        """One step; finished requests go to those who wait for them."""
+        engine = self._llm_engine()
+        if not engine.has_unfinished_requests():
+            raise EngineError(f"The engine lost {len(self._running)} requests; its log says why.")
+        outputs = engine.step()
+        now_s = time.perf_counter()
+        for output in outputs:
+            running = self._running.get(output.request_id)
+            if running is None:
+                continue
+            if running.first_s is None:
+                running.first_s = now_s
+            if output.finished:
+                del self._running[output.request_id]
+                times = (running.first_s - running.start_s, now_s - running.start_s)
+                running.answers.append(Answer(output.request_id, _generation(output, *times)))
+
+    def _submit(self, request: GenerationRequest, answers: list[Answer]) -> str:
+        start_s = time.perf_counter()
+        name = self._add_request(request)
+        self._running[name] = _Running(answers, start_s)
+        return name
+
+    def _llm_engine(self) -> Any:
         if self.llm is None:
             raise EngineError("The engine is closed; make a new one.")
-        names: dict[str, _Running] = {}
-        try:
-            for index, request in enumerate(requests):
-                start_s = time.perf_counter()
-                names[self._submit(request)] = _Running(index, start_s)
-            return self._run(names)
-        except BaseException:
-            self.llm.llm_engine.abort_request(list(names))  # or they would run on in the next call
-            raise
+        return self.llm.llm_engine
 
-    def _run(self, names: Mapping[str, _Running]) -> list[Generation]:
-        engine = self.llm.llm_engine
-        first_s: dict[int, float] = {}
-        results: dict[int, Generation] = {}
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            now_s = time.perf_counter()
-            for output in outputs:
-                running = names.get(output.request_id)
-                if running is None:
-                    continue
-                first_s.setdefault(running.place, now_s - running.start_s)
-                if output.finished:
-                    results[running.place] = _generation(
-                        output, first_s[running.place], now_s - running.start_s
-                    )
-        return [results[index] for index in range(len(names))]
-
-    def _submit(self, request: GenerationRequest) -> str:
+    def _add_request(self, request: GenerationRequest) -> str:
+        engine = self._llm_engine()
         from vllm import SamplingParams
 
         taken = {"max_tokens", "temperature", "extra_args"} & set(request.sampling)
@@ -153,7 +264,7 @@ class OfflineEngine:
             )
         except (TypeError, ValueError) as error:
             raise InvalidInput(f"vLLM does not take these sampling settings: {error}") from error
-        self.llm.llm_engine.add_request(name, prompt, params)
+        engine.add_request(name, prompt, params)
         return name
 
     def order(self, order: Order) -> dict[str, Any]:
@@ -164,6 +275,32 @@ class OfflineEngine:
             raise EngineError(f"The engine did not carry out the order {order.op!r}: {outcome}")
         answer: dict[str, Any] = outcome["answer"]
         return answer
+
+    def budget(self) -> MemoryBudget:
+        """How the memory of one worker is divided, as numbers; `str` of it is a line for people.
+
+        Weights are an estimate. free_bytes is asked for now: of the fullest GPU, on a CPU of the machine.
+        """
+        config = self._llm_engine().vllm_config
+        model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+        heads, layers = model.get_num_kv_heads(parallel), model.get_num_layers(parallel)
+        token_bytes = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
+        cache_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
+        page_size = self.connector.page_size_tokens
+        pool_tokens = self.connector.size_bytes // (page_size * token_bytes) * page_size
+        size = model_size(self._model, self._engine_args)
+        gpus = find_gpus(parallel.tensor_parallel_size)
+        return MemoryBudget(
+            device=gpus[0].name if gpus else "the CPU",
+            model_bytes=None if size is None else size.weight_bytes,
+            cache_bytes=cache_tokens * token_bytes,
+            cache_tokens=cache_tokens,
+            pool_bytes=pool_tokens * token_bytes,
+            pool_tokens=pool_tokens,
+            page_size_tokens=page_size,
+            free_bytes=min(gpu.free_bytes for gpu in gpus) if gpus else free_cpu_bytes(),
+            gpu_memory_utilization=float(cache.gpu_memory_utilization) if gpus else None,
+        )
 
     def reset_prefix_cache(self) -> None:
         """Empty vLLM's own prefix cache; the pool stays."""

@@ -144,14 +144,14 @@ class SymbolicWorker:
 
     def before_forward(self, orders: StepOrders) -> None:
         self.failed_blocks.update(orders.failed_blocks)
-        for page in [] if orders.zero_pages is None else orders.zero_pages.tolist():
-            for row in range(page * PAGE_SIZE, (page + 1) * PAGE_SIZE):
-                self.pool.pop(row, None)
         if orders.injection is not None:
             rows, slots, deltas = (column.tolist() for column in orders.injection)
             for row, slot, delta in zip(rows, slots, deltas, strict=True):
                 symbol = self.pool[row]
                 self.cache[slot] = symbol._replace(position=symbol.position + delta)
+        for page in [] if orders.zero_pages is None else orders.zero_pages.tolist():
+            for row in range(page * PAGE_SIZE, (page + 1) * PAGE_SIZE):
+                self.pool.pop(row, None)
 
     def track_blocks(self, output: Any) -> None:
         for request_id in output.finished_req_ids:
@@ -411,9 +411,9 @@ class SymbolicEngine:
         self.drain()
 
     def check_idle(self) -> None:
-        """Nothing is pinned, written, open or leaked once no request is left."""
+        """Nothing is written, open or leaked once no request is left."""
         stats = self.side.stats()
-        assert stats["pins"] == stats["open_requests"] == stats["open_steps"] == 0, stats
+        assert stats["open_requests"] == stats["open_steps"] == 0, stats
         assert stats["internal_errors"] == 0, stats
         assert not self.side._claims
         assert not self.side._rejected

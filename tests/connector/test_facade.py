@@ -68,7 +68,7 @@ def test_reading_params_fails(engine: SymbolicEngine, monkeypatch: pytest.Monkey
     check_nothing_left(engine)
 
 
-@pytest.mark.parametrize("step", ["truncated", "pin", "_count_use", "_publish"])
+@pytest.mark.parametrize("step", ["truncated", "touch", "_count_use", "_publish"])
 def test_claiming_fails_after_vllm_counts_on_our_tokens(
     engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -76,8 +76,8 @@ def test_claiming_fails_after_vllm_counts_on_our_tokens(
     with monkeypatch.context() as patch:
         if step == "truncated":
             patch.setattr("inferscale.connector.locate.Run.truncated", broken)
-        elif step == "pin":
-            patch.setattr(side.table, "pin", broken)
+        elif step == "touch":
+            patch.setattr(side.table, "touch", broken)
         else:
             patch.setattr(side, step, broken)
         engine.chat("c", FACT + OTHER + QUESTION, FACT, OTHER)
@@ -112,7 +112,7 @@ def test_the_allocated_blocks_cannot_be_read(engine: SymbolicEngine, monkeypatch
     ["_build_injection", "_follow_blocks", "_build_capture", "_take_broken_blocks", "take_freed_pages"],
 )
 def test_building_orders_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
-    """Whenever it fails: what was claimed in this step is failed, and every pin is given back."""
+    """Whenever it fails: what was claimed in this step is failed, and what it captures is given up."""
     side = engine.side
     owner = side.table if method == "take_freed_pages" else side
     calls: list[int] = []
@@ -135,7 +135,6 @@ def test_building_orders_fails(engine: SymbolicEngine, monkeypatch: pytest.Monke
     assert orders.injection is None
     assert orders.capture is None
     assert len(orders.failed_blocks) == 3
-    assert side.table.num_pins == 0
     engine.run()
     assert engine.finish_reasons == {"encode": "length", "c": "error", "e": "length", "plain": "length"}
     assert errors(engine) == 1
@@ -169,7 +168,7 @@ def test_prefix_cache_blocks_in_front_of_a_broken_claim_are_not_failed(
     engine.chat("good", FACT + [1], FACT, max_tokens=40)
     engine.step()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.side.table, "pin", broken)
+        patch.setattr(engine.side.table, "touch", broken)
         engine.chat("bad", FACT + OTHER + QUESTION, FACT, OTHER)
         engine.step()
     engine.run()
@@ -180,7 +179,7 @@ def test_prefix_cache_blocks_in_front_of_a_broken_claim_are_not_failed(
 
 def test_completing_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.side, "complete", broken)
-    engine.chat("c", FACT + QUESTION, FACT)
+    engine.encode("c", [4, 5] + list(range(600, 610)), (2, 12))
     engine.run()
     assert engine.finish_reasons["c"] == "length"
     assert errors(engine) == 1
@@ -249,7 +248,7 @@ def test_each_failure_says_what_becomes_of_the_request(
         engine.chat("matching", OTHER + QUESTION, OTHER)
         engine.run()
     with monkeypatch.context() as patch:
-        patch.setattr(engine.side.table, "pin", broken)
+        patch.setattr(engine.side.table, "touch", broken)
         engine.chat("claiming", FACT + QUESTION, FACT)
         engine.run()
     with monkeypatch.context() as patch:

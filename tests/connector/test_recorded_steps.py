@@ -156,7 +156,7 @@ def test_replay(path: Path) -> None:
     assert injections[0].slots.tolist() == replay.slots("chat", 0, 47) + replay.slots("aborted", 0, 30)
     assert injections[0].deltas.tolist() == [-31] * 17 + [16] * 30 + [-1] * 30
     stats = replay.side.stats()
-    assert stats["pins"] == stats["open_requests"] == stats["open_steps"] == 0
+    assert stats["open_requests"] == stats["open_steps"] == 0
     assert stats["preemptions"] == 2
     assert stats["captures"] == 2
     assert replay.outcomes["chat"]["injected_tokens"] == 47

@@ -51,7 +51,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     if question["op"] == "outcome":
         return {"outcome": {"id": question["id"]} if question["id"] == "known" else None}
     if question["op"] == "stats":
-        return {"stats": {"pins": 0}}
+        return {"stats": {"evictions": 0}}
     raise ValueError(f"unknown op {question['op']!r}")
 
 
@@ -68,7 +68,7 @@ def test_questions_and_answers(server: ResidencyServer, connect: Connect) -> Non
     assert client.resident([]) == []
     assert client.outcome("known") == {"id": "known"}
     assert client.outcome("other") is None
-    assert client.stats() == {"pins": 0}
+    assert client.stats() == {"evictions": 0}
 
 
 def test_only_the_owner_can_open_them(server: ResidencyServer, folder: Path) -> None:
@@ -149,7 +149,7 @@ def test_junk_gets_an_error_and_the_connection_goes_on(
         connection.sendall(line + b"\n")
         assert set(json.loads(replies.readline())) == {"error"}
         connection.sendall(b'{"op": "stats"}\n')
-        assert json.loads(replies.readline()) == {"stats": {"pins": 0}}
+        assert json.loads(replies.readline()) == {"stats": {"evictions": 0}}
 
 
 def test_an_error_reaches_the_caller(folder: Path, connect: Connect) -> None:
@@ -168,7 +168,7 @@ def test_a_client_that_leaves_in_the_middle_disturbs_nobody(
     for _ in range(5):
         with raw(folder) as connection:
             connection.sendall(b'{"op": "stats"}\n{"op": "st')
-    assert connect().stats() == {"pins": 0}
+    assert connect().stats() == {"evictions": 0}
 
 
 def test_many_clients_at_once_and_one_client_in_many_threads(
@@ -191,12 +191,12 @@ def test_many_clients_at_once_and_one_client_in_many_threads(
 def test_a_client_connects_again_after_the_server_was_started_again(folder: Path, connect: Connect) -> None:
     first = ResidencyServer(folder, answer)
     client = connect()
-    assert client.stats() == {"pins": 0}
+    assert client.stats() == {"evictions": 0}
     first.close()
     with pytest.raises(EngineError, match=r"does not answer on .*residency\.sock.*running"):
         client.stats()
-    second = ResidencyServer(folder, lambda question: {"stats": {"pins": 2}})
-    assert client.stats() == {"pins": 2}
+    second = ResidencyServer(folder, lambda question: {"stats": {"evictions": 2}})
+    assert client.stats() == {"evictions": 2}
     second.close()
 
 
@@ -205,10 +205,10 @@ def test_a_client_notices_that_the_server_behind_its_connection_is_another(
 ) -> None:
     first = ResidencyServer(folder, answer)
     client = connect()
-    assert client.stats() == {"pins": 0}
+    assert client.stats() == {"evictions": 0}
     first.close()
-    second = ResidencyServer(folder, lambda question: {"stats": {"pins": 2}})
-    assert client.stats() == {"pins": 2}, "the old server still answers from its threads"
+    second = ResidencyServer(folder, lambda question: {"stats": {"evictions": 2}})
+    assert client.stats() == {"evictions": 2}, "the old server still answers from its threads"
     second.close()
 
 
@@ -231,7 +231,7 @@ def test_no_engine(connect: Connect) -> None:
 def test_a_stale_socket_file_is_replaced(folder: Path, connect: Connect) -> None:
     (folder / "residency.sock").touch()
     server = ResidencyServer(folder, answer)
-    assert connect().stats() == {"pins": 0}
+    assert connect().stats() == {"evictions": 0}
     server.close()
     assert not (folder / "residency.sock").exists()
 

@@ -271,17 +271,17 @@ def test_preempted_before_the_step_that_injects_was_reported(make_engine: Make, 
     remember(engine, FACT)
     engine.chat("c", FACT + QUESTION, FACT, max_tokens=5)
     engine.schedule()
-    assert engine.side.table.num_pins == 1
     preempt(engine, "c")
     engine.schedule()
-    assert engine.side.table.num_pins >= 1
     engine.drain()
     engine.run()
     engine.check_idle()
 
 
-def test_two_steps_in_flight_keep_their_pins(make_engine: Make, runner: str) -> None:
-    """Pins are held until the injecting step is reported, so its pages cannot be written meanwhile."""
+def test_pages_given_away_while_the_step_that_injects_them_is_in_flight(
+    make_engine: Make, runner: str
+) -> None:
+    """Workers carry out steps in order: the first one reads the pages before the second writes them."""
     engine = make_engine(runner=runner, depth=2, pool_pages=8)
     remember(engine, FACT)
     engine.chat("c", FACT + QUESTION, FACT, max_tokens=5)
@@ -289,12 +289,10 @@ def test_two_steps_in_flight_keep_their_pins(make_engine: Make, runner: str) -> 
     engine.encode("e", [4, 5] + OTHER, (2, 19))
     engine.schedule()
     assert len(engine.in_flight) == 2
-    assert engine.side.table.is_resident(key_of(FACT)), "pinned: not evicted for the new capture"
-    assert engine.side.counters.captures_without_room == 1
-    engine.drain()
-    assert engine.side.table.num_pins == 0
-    engine.encode("e2", [4, 5] + OTHER, (2, 19))
+    assert not engine.side.table.is_resident(key_of(FACT)), "evicted for the new capture"
+    assert engine.side.counters.captures_without_room == 0
     engine.run()
+    assert engine.outcomes["c"]["injected_tokens"] == 30
     assert not engine.side.table.is_resident(key_of(FACT))
     assert engine.side.table.is_resident(key_of(OTHER))
     engine.check_idle()
@@ -311,7 +309,6 @@ def test_allocation_fails_after_the_match(make_engine: Make, runner: str) -> Non
     state = engine.side._requests["c"]
     assert [entry.key for entry in state.match.entries] == [key_of(FACT)]
     assert (state.match.start, state.match.end) == (0, 30), "matched, and then the allocation failed"
-    assert engine.side.table.num_pins == 0
     assert state.num_claims == 0
     engine.side.table.drop([key_of(FACT)])
     engine.run()
@@ -331,14 +328,10 @@ def test_fewer_tokens_are_claimed_than_offered(engine: SymbolicEngine) -> None:
         runs = [claim.run for claim in side._claims]
         assert sum(run.num_tokens for run in runs) == num_external
         assert [len(run.entries) for run in runs] == ([len(pieces)] if pieces else [])
-        assert side.table.num_pins == len(pieces)
-        for run in runs:
-            side.table.unpin(run.entries)
         side._claims.clear()
     assert side.num_matched_tokens(request, 0) == 47
     with pytest.raises(AssertionError, match="more external tokens"):
         side.claim(request, blocks, 48)
-    assert side.table.num_pins == 0
 
 
 # aborts ---------------------------------------------------------------------------------------
@@ -360,10 +353,8 @@ def test_abort_while_the_injecting_and_capturing_steps_are_in_flight(make_engine
     engine.chat("c", FACT + QUESTION, FACT, max_tokens=9)
     engine.encode("e", [4] + OTHER, (1, 18))
     engine.schedule()
-    assert engine.side.table.num_pins == 1
     engine.abort("c")
     engine.abort("e")
-    assert engine.side.table.num_pins == 1, "the step still reads these pages"
     engine.run()
     assert engine.side.table.is_resident(key_of(OTHER)), "the step ran, so the capture counts"
     engine.check_idle()
@@ -426,6 +417,25 @@ def test_what_was_forgotten_is_not_captured_by_a_request_in_flight(
     engine.check_idle()
 
 
+def test_evicted_and_forgotten_in_the_very_step_that_injects_it(make_engine: Make, runner: str) -> None:
+    """The step reads the pages first, then zeroes them, then captures something else into them."""
+    engine = make_engine(runner=runner, pool_pages=8)
+    remember(engine, FACT)
+    engine.chat("c", FACT + QUESTION, FACT, max_tokens=5)
+    engine.order("f", Order("forget", (key_of(FACT),)))
+    engine.encode("e", [4, 5] + OTHER, (2, 19))
+    output = engine.step()
+    assert set(output.num_scheduled_tokens) == {"c", "f", "e"}
+    orders = output.kv_connector_metadata.orders
+    assert orders.injection is not None
+    assert orders.zero_pages is not None
+    assert orders.capture is not None
+    engine.run()
+    assert engine.outcomes["c"]["injected_tokens"] == 30
+    assert engine.side.table.is_resident(key_of(OTHER))
+    engine.check_idle()
+
+
 def test_a_plan_that_turned_stale_while_it_was_preempted_injects_no_more(engine: SymbolicEngine) -> None:
     remember(engine, FACT)
     engine.chat("c", FACT + QUESTION, FACT, max_tokens=12)
@@ -433,15 +443,14 @@ def test_a_plan_that_turned_stale_while_it_was_preempted_injects_no_more(engine:
     engine.drain()
     preempt(engine, "c")
     engine.side._epochs["scope"] = 5
-    before = engine.side.table.num_pins
-    engine.step()
-    assert engine.side.table.num_pins == before
+    before = engine.side.counters.tokens_injected
     engine.run()
+    assert engine.side.counters.tokens_injected == before
     assert "changed" in engine.outcomes["c"]["reason"]
     engine.check_idle()
 
 
-def test_dropped_while_pinned_is_injected_and_then_zeroed(make_engine: Make, runner: str) -> None:
+def test_forgotten_while_the_step_that_injects_it_is_in_flight(make_engine: Make, runner: str) -> None:
     engine = make_engine(runner=runner, depth=2)
     remember(engine, FACT)
     pages = engine.side.table.get(key_of(FACT)).pages.tolist()
@@ -449,10 +458,7 @@ def test_dropped_while_pinned_is_injected_and_then_zeroed(make_engine: Make, run
     engine.schedule()
     engine.order("f", Order("forget", (key_of(FACT),)))
     output = engine.schedule()
-    assert output.kv_connector_metadata.orders.zero_pages is None, "the first step still has to read them"
     assert not engine.side.table.is_resident(key_of(FACT))
-    engine.report()
-    output = engine.schedule()
     assert sorted(output.kv_connector_metadata.orders.zero_pages.tolist()) == sorted(pages)
     engine.run()
     assert not engine.worker.pool

@@ -179,7 +179,7 @@ def test_a_failed_write_marks_every_block_of_the_step() -> None:
     assert side.take_failed_blocks() == set()
     report = side.take_report()
     assert report is not None
-    assert report.done == {1}, "the scheduler side has to release its pins"
+    assert report.done == {1}, "the scheduler side waits for its captures"
 
 
 def test_a_failed_capture_is_reported_and_does_not_raise() -> None:

@@ -99,7 +99,7 @@ def test_a_capture_never_takes_what_a_step_injects(a: Author) -> None:
     answers = engine.step()
     a.check(parts, answers[name], tolerance)
     after = engine.stats()
-    assert (after["pins"], after["open_steps"]) == (0, 0)
+    assert after["open_steps"] == 0
     assert after["captures"] - before["captures"] == 29
     assert after["captures_without_room"] - before["captures_without_room"] == 11
     assert residency(a, old) == [True] * 20 + [False] * 29

@@ -1,4 +1,4 @@
-"""Five hundred random requests: nothing stays pinned, no page is lost, and what is checked is right."""
+"""Five hundred random requests: no page is lost, and what is checked is right."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_five_hundred_random_requests(author: Callable[..., Author]) -> None:
             engine.check_table()
     engine.ask(a.text(5))  # one more step, in which the last reports have arrived
     stats = engine.stats()
-    assert (stats["pins"], stats["open_steps"], stats["open_requests"]) == (0, 0, 0)
+    assert (stats["open_steps"], stats["open_requests"]) == (0, 0)
     assert stats["internal_errors"] == 0
     assert stats["captures_failed"] == 0
     engine.check_table()

@@ -152,7 +152,7 @@ def test_order_for_statistics_agrees_with_the_socket(a: Author) -> None:
     assert answer["resident_segments"] == 2
     assert answer["internal_errors"] == 0
     counted = a.engine.stats()
-    for name in ("captures", "segments_injected", "resident_segments", "free_pages", "pins"):
+    for name in ("captures", "segments_injected", "resident_segments", "free_pages"):
         assert answer[name] == counted[name]
 
 
@@ -225,7 +225,7 @@ def test_aborted_requests_leave_nothing(a: Author) -> None:
         a.engine.step()
     assert a.engine.resident([fact.key for fact in encoding]) == [True, True]
     stats = idle(a)
-    assert (stats["pins"], stats["open_steps"], stats["open_requests"]) == (0, 0, 0)
+    assert (stats["open_steps"], stats["open_requests"]) == (0, 0)
     assert stats["internal_errors"] == 0
     a.check(short, a.ask(short, scope="later"), 2 * a.baseline([102] * 4))
 
@@ -275,7 +275,7 @@ def test_injection_that_fails_on_one_rank_fails_the_request(a: Author) -> None:
     tolerance = 2 * a.baseline([62] * 4, 3)
     assert a.difference([other], plain, 0) <= tolerance
     stats = idle(a)
-    assert (stats["pins"], stats["open_steps"], stats["open_requests"]) == (0, 0, 0)
+    assert (stats["open_steps"], stats["open_requests"]) == (0, 0)
     a.check(parts, a.ask(parts), tolerance)
 
 

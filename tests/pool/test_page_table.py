@@ -6,10 +6,9 @@ from collections import OrderedDict
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from inferscale.pool.table import Entry, PageTable
 
@@ -23,13 +22,12 @@ class Model:
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.num_pages = -(-num_tokens // PAGE)
-        self.pins = 0
         self.is_resident = False
         self.is_dropped = False
 
     @property
     def is_evictable(self) -> bool:
-        return self.is_resident and self.pins == 0
+        return self.is_resident
 
 
 class PageTableMachine(RuleBasedStateMachine):
@@ -78,7 +76,7 @@ class PageTableMachine(RuleBasedStateMachine):
         self.table.commit(key)
         if key in self.model:
             self.model[key].is_resident = True
-            if self.model[key].is_dropped and not self.model[key].pins:
+            if self.model[key].is_dropped:
                 self.forget(key)
 
     @rule(key=st.sampled_from(KEYS))
@@ -87,27 +85,10 @@ class PageTableMachine(RuleBasedStateMachine):
         if key in self.model and not self.model[key].is_resident:
             self.forget(key)
 
-    @precondition(lambda self: any(entry.is_resident for entry in self.model.values()))
-    @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from([key for key, entry in self.model.items() if entry.is_resident]))
-        self.table.pin([held(self.table, key)])
-        self.model[key].pins += 1
-        self.model[key] = self.model.pop(key)
-
-    @precondition(lambda self: any(entry.pins for entry in self.model.values()))
-    @rule(data=st.data())
-    def unpin(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from([key for key, entry in self.model.items() if entry.pins]))
-        self.table.unpin([held(self.table, key)])
-        self.model[key].pins -= 1
-        if self.model[key].is_dropped and not self.model[key].pins:
-            self.forget(key)
-
     @rule(key=st.sampled_from(KEYS))
     def touch(self, key: str) -> None:
-        self.table.touch(key)
-        if key in self.model:
+        if key in self.model and self.model[key].is_resident:
+            self.table.touch([held(self.table, key)])
             self.model[key] = self.model.pop(key)
 
     @rule(keys=st.lists(st.sampled_from(KEYS), max_size=4))
@@ -133,7 +114,6 @@ class PageTableMachine(RuleBasedStateMachine):
         assert list(table._entries) == list(self.model)
         assert len(table) == len(self.model)
         assert table.num_free_pages == self.free_pages()
-        assert table.num_pins == sum(entry.pins for entry in self.model.values())
         assert table.num_evicted == self.num_evicted
         evictable = sum(entry.num_pages for entry in self.model.values() if entry.is_evictable)
         assert table._num_evictable_pages == evictable
@@ -150,7 +130,7 @@ TestPageTable = PageTableMachine.TestCase
 
 
 def held(table: PageTable, key: str) -> Entry:
-    """The entry of `key`, even if it was dropped while pinned; KeyError if its pages are free."""
+    """The entry of `key`, even if it was dropped while it is written; KeyError if its pages are free."""
     return table._entries[key]
 
 
@@ -164,13 +144,12 @@ def resident(table: PageTable, key: str, num_tokens: int) -> None:
     table.commit(key)
 
 
-def test_the_least_recently_used_goes_first_and_pinning_is_a_use() -> None:
+def test_the_least_recently_used_goes_first() -> None:
     table = PageTable(3, 4)
     for key in "abc":
         resident(table, key, 4)
-    table.pin([held(table, "a")])
-    table.unpin([held(table, "a")])
-    table.touch("b")
+    table.touch([held(table, "a")])
+    table.touch([held(table, "b")])
     resident(table, "d", 4)
     assert [table.holds(key) for key in "abcd"] == [True, True, False, True]
     resident(table, "e", 8)
@@ -178,36 +157,14 @@ def test_the_least_recently_used_goes_first_and_pinning_is_a_use() -> None:
     assert table.num_evicted == 3
 
 
-def test_an_entry_being_written_or_pinned_is_never_evicted() -> None:
+def test_an_entry_being_written_is_never_evicted() -> None:
     table = PageTable(2, 4)
     table.reserve("writing", 4, 0)
-    resident(table, "pinned", 4)
-    table.pin([held(table, "pinned")])
-    assert table.reserve("new", 1, 0) is None
-    table.unpin([held(table, "pinned")])
+    resident(table, "there", 4)
     assert table.reserve("new", 5, 0) is None, "only one page can be had"
-    assert table.is_resident("pinned"), "nothing is evicted for a segment that does not fit anyway"
+    assert table.is_resident("there"), "nothing is evicted for a segment that does not fit anyway"
     assert table.reserve("new", 4, 0) is not None
-
-
-def test_a_segment_dropped_while_pinned_keeps_its_pages_until_the_last_unpin() -> None:
-    table = PageTable(2, 4)
-    resident(table, "a", 8)
-    table.pin([held(table, "a")])
-    table.pin([held(table, "a")])
-    pages = held(table, "a").pages.tolist()
-    assert table.drop(["a", "a", "unknown"]) == 1
-    assert not table.is_resident("a")
-    assert table.get("a") is None
-    assert held(table, "a").pages.tolist() == pages
-    assert table.reserve("b", 1, 0) is None
-    table.unpin([held(table, "a")])
-    assert table.take_freed_pages() is None
-    table.unpin([held(table, "a")])
-    assert sorted(freed(table)) == sorted(pages)
-    assert table.num_free_pages == 2
-    with pytest.raises(KeyError):
-        held(table, "a")
+    assert table.reserve("newer", 1, 0) is None
 
 
 def test_a_segment_dropped_while_written_is_freed_when_the_step_is_reported() -> None:
@@ -259,8 +216,7 @@ def test_asking_for_room_does_not_walk_the_entries() -> None:
 
     table = PageTable(2, 4)
     resident(table, "a", 4)
-    resident(table, "b", 4)
-    table.pin([held(table, "b")])
+    table.reserve("b", 4, 0)
     table._entries = NotToBeWalked(table._entries)
     assert table.can_reserve(4)
     assert not table.can_reserve(5)
@@ -279,19 +235,15 @@ def test_the_resident_run_ends_at_the_first_that_is_missing_or_of_another_length
     assert run("abwd", [5] * 4) == ["a", "b"], "being written"
     assert run("axcd", [5] * 4) == ["a"], "unknown"
     assert run("abcd", [5, 4, 5, 5]) == ["a"], "another length"
-    table.pin([held(table, "b")])
     table.drop(["b"])
-    assert run("abcd", [5] * 4) == ["a"], "dropped while pinned"
+    assert run("abcd", [5] * 4) == ["a"], "dropped"
 
 
-def test_pinning_a_segment_that_is_gone_pins_none() -> None:
+def test_asking_for_what_is_resident_changes_nothing() -> None:
     table = PageTable(2, 4)
     resident(table, "a", 4)
     resident(table, "b", 4)
-    entries = table.resident_run(["a", "b"], [4, 4])
+    assert len(table.resident_run(["a"], [4])) == 1
     resident(table, "c", 4)
-    with pytest.raises(AssertionError):
-        table.pin(entries[::-1])
-    assert table.num_pins == 0
-    assert held(table, "b").pins == 0
+    assert not table.holds("a"), "it was not counted as a use"
     table.check()

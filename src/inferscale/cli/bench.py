@@ -1,4 +1,4 @@
-"""`inferscale bench …`: benchmarks and their reports."""
+"""`inferscale bench …`: benchmarks of the engine with memory, and their report."""
 
 from __future__ import annotations
 
@@ -6,14 +6,29 @@ from pathlib import Path
 
 import click
 
-from inferscale.bench.options import TtftOptions
-from inferscale.cli.engine import model_path, open_llm, prepare_engine
-from inferscale.cli.options import COUNT, POSITIVE, json_option, model_options
-from inferscale.cli.output import emit, say
-from inferscale.config import MemoryConfig
+from inferscale.bench.options import EncodeOptions, ThroughputOptions, TtftOptions
+from inferscale.cli.bench_options import (
+    EngineChoice,
+    WorkloadChoice,
+    engine_options,
+    out_option,
+    read_counts,
+    show,
+    start,
+    workload_options,
+)
+from inferscale.cli.bench_parts import decode, e2e, kernels, recall
+from inferscale.cli.options import COUNT, POSITIVE, json_option
+from inferscale.cli.output import say
 from inferscale.errors import InvalidInput
 
-_DEFAULTS = TtftOptions()
+_TTFT = TtftOptions()
+_THROUGHPUT = ThroughputOptions()
+_ENCODE = EncodeOptions()
+
+_tail_option = click.option(
+    "--tail", type=COUNT, default=0, show_default=True, help="Best facts that are recomputed."
+)
 
 
 @click.group()
@@ -22,47 +37,17 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option(
-    "--conversation",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A LoCoMo file. Default: the demo's conversation.",
-)
-@click.option(
-    "--number",
-    type=POSITIVE,
-    default=1,
-    show_default=True,
-    help="Which conversation of the file, counted from 1.",
-)
-@click.option(
-    "--k",
-    "ks",
-    default=",".join(map(str, _DEFAULTS.ks)),
-    show_default=True,
-    help="Numbers of facts.",
-)
+@click.option("--k", "ks", default=",".join(map(str, _TTFT.ks)), show_default=True, help="Numbers of facts.")
 @click.option(
     "--questions",
     type=POSITIVE,
-    default=_DEFAULTS.num_questions,
+    default=_TTFT.num_questions,
     show_default=True,
     help="Questions for each k and mode.",
 )
-@click.option(
-    "--tail",
-    type=COUNT,
-    default=_DEFAULTS.tail,
-    show_default=True,
-    help="Best facts that are recomputed.",
-)
-@click.option("--enforce-eager", is_flag=True, help="Run the model uncompiled.")
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    default=Path("benchmarks/results/ttft.jsonl"),
-    show_default=True,
-    help="Where rows are appended.",
-)
+@_tail_option
+@workload_options
+@out_option("ttft")
 @click.option(
     "--plot",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -70,80 +55,187 @@ def bench() -> None:
     show_default=True,
     help="Where the plot goes.",
 )
-@model_options
+@engine_options
 @json_option
 def ttft(
-    conversation: Path | None,
-    number: int,
     ks: str,
     questions: int,
     tail: int,
-    enforce_eager: bool,
+    workload: WorkloadChoice,
     out: Path,
     plot: Path,
-    model: str | None,
-    pool_size: int,
-    max_model_len: int | None,
-    verbose: bool,
+    engine: EngineChoice,
     as_json: bool,
 ) -> None:
     """Time to first token with k facts: prefilled as text, cached, injected, and without memory."""
-    from inferscale.bench.conversation import read_conversation
-    from inferscale.bench.report import check_plotting, plot_ttft, ttft_table
+    from inferscale.bench.plots import check_plotting, plot_ttft
 
-    options = TtftOptions(_counts(ks), questions, tail)
-    data = read_conversation(conversation, number)
-    check_plotting()
-    prepare_engine(verbose=verbose)
-    path = model_path(model)
-    from inferscale.bench.ttft import run_ttft
-    from inferscale.memory_llm import MemoryLLM
-
-    def open_engine(memory: MemoryConfig) -> MemoryLLM:
-        return open_llm(
-            path,
-            memory,
-            pool_size,
-            max_model_len=max_model_len,
-            verbose=verbose,
-            enforce_eager=enforce_eager,
+    options = TtftOptions(read_counts("--k", ks), questions, tail)
+    conversation = workload.read(engine)
+    if conversation is not None and max(options.ks) > len(conversation.turns):
+        raise InvalidInput(
+            f"k={max(options.ks)} was asked for; {conversation.name} has {len(conversation.turns)} turns. "
+            "Lower --k."
         )
+    check_plotting()
+    spec = engine.spec()
+    from inferscale.bench.arms import new_run
+    from inferscale.bench.encode import measure_encode
+    from inferscale.bench.source import Need, encoding_for
+    from inferscale.bench.ttft import measure_ttft
 
-    rows = run_ttft(open_engine, path, data, options, out, say)
-    if as_json:
-        for row in rows:
-            emit(row)
-    else:
-        click.echo(ttft_table(rows))
-    plot_ttft(rows, plot)
-    say(f"Rows appended to {out}, plot in {plot}.")
+    source = workload.source(conversation, spec)
+    need = Need(max(options.ks), num_questions=questions + 2)
+    with start(spec, source, [need]) as running:
+        encoding = encoding_for(running, source, need, workload.policy())
+        run = new_run("ttft", running, encoding, out, tail)
+        measure_encode(running, encoding, EncodeOptions(baseline=False), run, say)
+        measure_ttft(running, encoding, options, run, say)
+    show(run.rows, out, as_json=as_json)
+    plot_ttft(run.rows, plot)
+    say(f"Plot in {plot}.")
 
 
 @bench.command()
-@click.argument("results", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Draw a PNG as well.")
-def report(results: Path, plot: Path | None) -> None:
-    """Draw the table of the last run in RESULTS, a file of rows."""
-    from inferscale.bench.harness import latest_run, read_rows
-    from inferscale.bench.report import check_plotting, plot_ttft, ttft_table
+@click.option(
+    "--users",
+    type=POSITIVE,
+    default=_THROUGHPUT.users,
+    show_default=True,
+    help="Users at once, each with a memory of its own.",
+)
+@click.option("--k", type=POSITIVE, default=_THROUGHPUT.k, show_default=True, help="Facts of a request.")
+@click.option(
+    "--output-tokens",
+    type=POSITIVE,
+    default=_THROUGHPUT.output_tokens,
+    show_default=True,
+    help="Tokens of an answer.",
+)
+@click.option(
+    "--rounds",
+    type=POSITIVE,
+    default=_THROUGHPUT.rounds,
+    show_default=True,
+    help="Requests of each user, one after the other.",
+)
+@click.option(
+    "--repeats",
+    type=POSITIVE,
+    default=_THROUGHPUT.repeats,
+    show_default=True,
+    help="How often all modes run in turn.",
+)
+@_tail_option
+@workload_options
+@out_option("throughput")
+@engine_options
+@json_option
+def throughput(
+    users: int,
+    k: int,
+    output_tokens: int,
+    rounds: int,
+    repeats: int,
+    tail: int,
+    workload: WorkloadChoice,
+    out: Path,
+    engine: EngineChoice,
+    as_json: bool,
+) -> None:
+    """Requests a second of many users at once, with the same four modes in turn."""
+    options = ThroughputOptions(users, k, output_tokens, rounds, repeats, tail)
+    conversation = workload.read(engine)
+    spec = engine.spec()
+    from inferscale.bench.arms import new_run
+    from inferscale.bench.encode import encode_users
+    from inferscale.bench.source import Need, encoding_for
+    from inferscale.bench.throughput import measure_throughput
 
-    run = latest_run(read_rows(results), "ttft")
-    if not run:
-        raise InvalidInput(f"{results} has no run of `inferscale bench ttft`.")
-    if plot is not None:
+    source = workload.source(conversation, spec)
+    need = Need(k, num_users=users, output_tokens=output_tokens)
+    with start(spec, source, [need]) as running:
+        encoding = encoding_for(running, source, need, workload.policy())
+        run = new_run("throughput", running, encoding, out, tail)
+        cost = encode_users(running, encoding, range(users))
+        say(f"Encoded {cost.facts} facts of {users} users in {cost.seconds:.1f} s.")
+        measure_throughput(running, encoding, options, run, say)
+    show(run.rows, out, as_json=as_json)
+
+
+@bench.command()
+@click.option(
+    "--facts",
+    type=POSITIVE,
+    default=_ENCODE.num_facts,
+    show_default=True,
+    help="Facts to encode; of a conversation at most its turns.",
+)
+@click.option(
+    "--in-flight",
+    type=POSITIVE,
+    default=_ENCODE.in_flight,
+    show_default=True,
+    help="Passes that the engine has at once.",
+)
+@workload_options
+@out_option("encode")
+@engine_options
+@json_option
+def encode(
+    facts: int,
+    in_flight: int,
+    workload: WorkloadChoice,
+    out: Path,
+    engine: EngineChoice,
+    as_json: bool,
+) -> None:
+    """How fast facts become KV in the pool, beside computing the same passes without keeping it."""
+    conversation = workload.read(engine)
+    num_facts = facts if conversation is None else min(facts, len(conversation.turns))
+    options = EncodeOptions(num_facts, in_flight)
+    spec = engine.spec()
+    from inferscale.bench.arms import new_run
+    from inferscale.bench.encode import measure_encode
+    from inferscale.bench.source import Need, encoding_for
+
+    source = workload.source(conversation, spec)
+    need = Need(min(workload.window + workload.stride, num_facts), num_facts=num_facts)
+    with start(spec, source, [need]) as running:
+        encoding = encoding_for(running, source, need, workload.policy())
+        run = new_run("encode", running, encoding, out)
+        measure_encode(running, encoding, options, run, say)
+    show(run.rows, out, as_json=as_json)
+
+
+@bench.command()
+@click.argument("results", nargs=-1, type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--plots", type=click.Path(file_okay=False, path_type=Path), help="Draw plots into this folder as well."
+)
+def report(results: tuple[Path, ...], plots: Path | None) -> None:
+    """Tables of the last run of each benchmark, model and hardware in RESULTS.
+
+    RESULTS are files of rows, or folders of them; benchmarks/results without any.
+    """
+    from inferscale.bench.harness import read_rows
+    from inferscale.bench.plots import check_plotting, plot_runs
+    from inferscale.bench.report import report as render
+
+    places = results or (Path("benchmarks/results"),)
+    files = [
+        file for place in places for file in (sorted(place.glob("*.jsonl")) if place.is_dir() else [place])
+    ]
+    rows = [row for file in files for row in read_rows(file)]
+    if not rows:
+        raise InvalidInput(f"{', '.join(map(str, places))}: there are no rows; run a benchmark first.")
+    if plots is not None:
         check_plotting()
-    click.echo(ttft_table(run))
-    if plot is not None:
-        plot_ttft(run, plot)
+    click.echo(render(rows), nl=False)
+    if plots is not None:
+        for path in plot_runs(rows, plots):
+            say(f"Plot in {path}.")
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    try:
-        counts = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        counts = ()
-    if not counts or min(counts) < 0:
-        raise InvalidInput(
-            f"--k is {text!r}; give whole numbers from 0, separated by commas, such as 0,5,50."
-        )
-    return counts
+for _command in (decode, e2e, kernels, recall):
+    bench.add_command(_command)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from inferscale.cli.engine import open_llm, show_progress
+from inferscale.cli.engine import open_llm, say_budget, show_progress
 from inferscale.cli.options import (
     POSITIVE,
     json_option,
@@ -66,7 +66,7 @@ def chat(
     data_dir: Path | None,
     embedder: str | None,
     model: str | None,
-    pool_size: int,
+    pool_size: int | None,
     max_model_len: int | None,
     verbose: bool,
     as_json: bool,
@@ -87,6 +87,7 @@ def chat(
     with open_llm(
         model, memory, pool_size, max_model_len=max_model_len, verbose=verbose, repair=is_talk
     ) as llm:
+        say_budget(llm)
         if mode == "inject" and (is_talk if warm_first is None else warm_first):
             llm.warm(user_id=user_id, agent_id=agent_id, run_id=run_id, progress=show_progress)
 

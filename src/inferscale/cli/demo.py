@@ -34,7 +34,7 @@ def demo(
     tail: int,
     questions: int | None,
     model: str | None,
-    pool_size: int,
+    pool_size: int | None,
     max_model_len: int | None,
     verbose: bool,
     as_json: bool,

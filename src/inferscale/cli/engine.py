@@ -6,6 +6,8 @@ import logging
 import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
@@ -66,7 +68,7 @@ def model_path(model: str | None) -> str:
 def open_llm(
     model: str | None,
     memory: MemoryConfig,
-    pool_size_bytes: int,
+    pool_size_bytes: int | None,
     *,
     max_model_len: int | None,
     verbose: bool,
@@ -75,6 +77,7 @@ def open_llm(
 ) -> MemoryLLM:
     """Start the engine with the given model or the demo model.
 
+    pool_size_bytes: None leaves the size to the engine, see `budget`.
     enforce_eager: default: on a CPU, where compiling takes longer than most sessions last and gains
     a few percent. What transformers and vLLM raise for a model or setting becomes an EngineError.
     """
@@ -90,7 +93,7 @@ def open_llm(
     arguments: dict[str, Any] = {"enforce_eager": enforce_eager, "use_tqdm_on_load": verbose}
     if max_model_len is not None:
         arguments["max_model_len"] = max_model_len
-    try:
+    with start_errors(path):
         return MemoryLLM(
             path,
             memory,
@@ -98,6 +101,13 @@ def open_llm(
             repair_after_chat=repair,
             engine_args=arguments,
         )
+
+
+@contextmanager
+def start_errors(path: str) -> Iterator[None]:
+    """What transformers and vLLM raise for a model or a setting, as an EngineError."""
+    try:
+        yield
     except InferScaleError:
         raise
     except OSError as error:
@@ -115,8 +125,14 @@ def _reason(error: Exception) -> str:
     return shorten(str(error), _REASON_CHARS, placeholder=" …").rstrip(".") + "."
 
 
+def say_budget(llm: MemoryLLM) -> None:
+    """How the memory is divided; on stderr."""
+    say(str(llm.engine.budget()))
+
+
 def show_progress(state: EncodeProgress) -> None:
     say(
         f"  encoded {state.done_jobs}/{state.jobs} passes, "
-        f"{state.computed_tokens / max(state.seconds, 1e-9):.0f} tokens/s"
+        f"{state.computed_tokens / max(state.seconds, 1e-9):.0f} tokens/s, "
+        f"{state.stored_facts_per_s:.0f} facts/s"
     )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from inferscale.config import ConnectorConfig, MemoryConfig, default_data_dir
+from inferscale.config import AUTO, DEFAULT_POOL_BYTES, ConnectorConfig, MemoryConfig, default_data_dir
 from inferscale.errors import InvalidConfig, InvalidInput
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -50,10 +50,11 @@ def model_options(command: F) -> F:
     command = click.option(
         "--pool-size",
         metavar="SIZE",
-        default=_size_text(ConnectorConfig().size_bytes),
+        default=AUTO,
         show_default=True,
-        callback=_read_size,
-        help="Memory for the facts' KV, such as 512MiB or 2GB.",
+        callback=read_size,
+        help="Memory for the facts' KV, such as 512MiB or 2GB. auto: a quarter of what the model leaves on "
+        f"a GPU, {_size_text(DEFAULT_POOL_BYTES)} elsewhere.",
     )(command)
     return click.option(
         "--model", metavar="MODEL", help="Folder or hub name of the model. Default: SmolLM2-135M-Instruct."
@@ -89,7 +90,10 @@ def read_text(argument: str | None, what: str) -> str:
     return sys.stdin.read() if argument == "-" else argument
 
 
-def _read_size(context: click.Context, parameter: click.Parameter, value: str) -> int:
+def read_size(context: click.Context, parameter: click.Parameter, value: str | None) -> int | None:
+    """A size such as 512MiB in bytes, as a click callback; None where none was given, or `auto`."""
+    if value in (None, AUTO):
+        return None
     try:
         return ConnectorConfig(pool_size_bytes=value).size_bytes
     except InvalidConfig as error:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from inferscale.cli.engine import open_llm, show_progress
+from inferscale.cli.engine import open_llm, say_budget, show_progress
 from inferscale.cli.options import json_option, memory_config, memory_options, model_options, scope_options
 from inferscale.cli.output import emit
 from inferscale.facts import Scope
@@ -25,7 +25,7 @@ def warm(
     data_dir: Path | None,
     embedder: str | None,
     model: str | None,
-    pool_size: int,
+    pool_size: int | None,
     max_model_len: int | None,
     verbose: bool,
     as_json: bool,
@@ -40,6 +40,7 @@ def warm(
         read_scope(user_id, agent_id, run_id)
     memory = memory_config(data_dir, embedder)
     with open_llm(model, memory, pool_size, max_model_len=max_model_len, verbose=verbose) as llm:
+        say_budget(llm)
         result = llm.warm(user_id=user_id, agent_id=agent_id, run_id=run_id, progress=show_progress)
         stats = llm.stats()
         num_facts = llm.memory.catalog.count(scope)

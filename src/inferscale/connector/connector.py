@@ -170,7 +170,7 @@ class InferScaleConnector(KVConnectorBase_V1):
                 self.scheduler.complete(report.report)
         except Exception:  # noqa: BLE001 — an exception here would end the engine
             self._count_error(
-                "A report of the workers could not be read: segments of its steps may stay pinned, or text."
+                "A report of the workers could not be read: segments captured in its steps stay text."
             )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:

@@ -39,9 +39,9 @@ class CaptureOrder(NamedTuple):
 
 @dataclass
 class StepOrders:
-    """What the workers do in one step, in this order: zero, inject, (forward pass,) capture.
+    """What the workers do in one step, in this order: inject, zero, (forward pass,) capture.
 
-    step: number that the workers report back; 0 when there is nothing to do. failed_blocks: blocks
+    step: number that the workers report back; 0 when nothing is captured. failed_blocks: blocks
     that were promised and cannot be written; the workers report them as load errors.
     """
 

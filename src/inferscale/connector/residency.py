@@ -6,7 +6,7 @@ The scheduler side answers; the front end asks. One JSON object a line each way:
     {"op": "outcome", "id": "..."}       → {"outcome": {...} | null}
     {"op": "stats"}                      → {"stats": {...}}
 
-An answer may be one step old: what a plan promises is pinned only when vLLM allocates, and what
+An answer may be one step old: a plan's segments are looked up again when vLLM allocates, and what
 went away in between is prefilled.
 """
 

@@ -3,9 +3,9 @@
 What happens to a request with a plan::
 
     match     get_num_new_matched_tokens   locate segments, offer the leading resident run (no mutation)
-    claim     update_state_after_alloc     pin the run, note the blocks it goes to
+    claim     update_state_after_alloc     note the run and the blocks it goes to
     order     build_connector_meta         injection of this step; captures whose tokens this step computes
-    report    update_connector_output      workers are done: unpin, commit captured segments
+    report    update_connector_output      workers are done: commit captured segments
     finish    request_finished             outcome for the caller
 
 It knows vLLM's objects only through the attributes it reads (`request.request_id`,
@@ -26,7 +26,7 @@ import numpy as np
 
 from inferscale.connector.locate import NO_RUN, Run, leading_run, locate
 from inferscale.connector.messages import CaptureOrder, Injection, IntArray, StepOrders, StepReport
-from inferscale.connector.state import Counters, RequestState, StepRecord, outcome_of, sizes_of
+from inferscale.connector.state import Counters, RequestState, outcome_of, sizes_of
 from inferscale.errors import PlanRejected
 from inferscale.plan import Order, Plan, from_wire, salt_of
 from inferscale.pool.table import PageTable
@@ -47,7 +47,7 @@ class _Claim(NamedTuple):
 
 
 class SchedulerSide:
-    """Page table, pins and orders. All methods are called from the engine's scheduler thread."""
+    """Page table and orders. All methods are called from the engine's scheduler thread."""
 
     def __init__(self, table: PageTable, *, block_size: int, model: str, secret: bytes) -> None:
         self.table = table
@@ -62,8 +62,8 @@ class SchedulerSide:
         self._rejected: dict[str, str] = {}
         self._followed: dict[str, RequestState] = {}  # of `_requests`, those whose blocks still matter
         self._claims: list[_Claim] = []
-        self._steps: dict[int, StepRecord] = {}
-        self._open = StepRecord()  # of the step whose orders are being built
+        self._steps: dict[int, list[str]] = {}  # keys that are written in steps not yet reported
+        self._open: list[str] = []  # those of the step whose orders are being built
         self._num_steps = 0
         self._epochs: dict[str, int] = {}
         self._block_offsets = np.arange(block_size, dtype=np.int32)
@@ -162,7 +162,7 @@ class SchedulerSide:
         run, state.match = state.match.truncated(num_external), NO_RUN
         if run.entries:
             block_ids = list(blocks.get_block_ids()[0])
-            self.table.pin(run.entries)
+            self.table.touch(run.entries)
             self._claims.append(_Claim(state, run, block_ids))
         if state.plan.order is None:
             self._count_use(state, run)
@@ -182,22 +182,22 @@ class SchedulerSide:
     def build_orders(self, scheduler_output: Any) -> StepOrders:
         """Orders for the workers in this step."""
         self._num_steps += 1
-        record = self._open = StepRecord()
+        writing = self._open = []
         orders = StepOrders()
-        orders.injection = self._build_injection(record)
+        orders.injection = self._build_injection()
         self._follow_blocks(scheduler_output)
-        orders.capture = self._build_capture(scheduler_output, record)
+        orders.capture = self._build_capture(scheduler_output, writing)
         orders.failed_blocks = self._take_broken_blocks(scheduler_output)
-        # Workers zero before they capture, so a page that is already taken again may be zeroed too.
+        # Workers inject, then zero, then capture: a page may be read, and be taken again, in this very step.
         orders.zero_pages = self.table.take_freed_pages()
         self._claims.clear()
-        # Zeroing needs no report; a step without tokens is not even reported by every model runner.
-        if not record.is_empty():
+        # Only captures need a report; a step without tokens is not even reported by every model runner.
+        if writing:
             orders.step = self._num_steps
-            self._steps[orders.step] = record
+            self._steps[orders.step] = writing
         return orders
 
-    def _build_injection(self, record: StepRecord) -> Injection | None:
+    def _build_injection(self) -> Injection | None:
         if not self._claims:
             return None
         parts: list[Injection] = []
@@ -211,7 +211,6 @@ class SchedulerSide:
             skipped = run.start - run.segment_starts[0]
             part = slice(skipped, skipped + run.num_tokens)
             parts.append(Injection(rows[part], self._slots(block_ids, run.start, run.end), deltas[part]))
-            record.pins.extend(run.entries)
         if len(parts) == 1:
             return parts[0]
         return Injection(*(np.concatenate(column) for column in zip(*parts, strict=True)))
@@ -251,7 +250,7 @@ class SchedulerSide:
             if new_blocks is not None:
                 state.block_ids.extend(new_blocks[0])
 
-    def _build_capture(self, scheduler_output: Any, record: StepRecord) -> CaptureOrder | None:
+    def _build_capture(self, scheduler_output: Any, writing: list[str]) -> CaptureOrder | None:
         if not self._followed:
             return None
         slots: list[IntArray] = []
@@ -275,7 +274,7 @@ class SchedulerSide:
                 if entry is None:
                     self.counters.captures_without_room += 1
                     continue
-                record.writing.append(span.key)
+                writing.append(span.key)
                 slots.append(self._slots(state.block_ids, span.start, span.end))
                 rows.append(entry.rows)
             if not state.is_followed:
@@ -317,13 +316,12 @@ class SchedulerSide:
         garbage. Requests that are open stop capturing: their block lists may have missed this step.
         """
         blocks = self._take_broken_blocks(scheduler_output)
-        for state, run, block_ids in self._claims:
+        for state, _, block_ids in self._claims:
             blocks.extend(block_ids[state.match_start // self.block_size :])
-            self.table.unpin(run.entries)
         self._claims.clear()
-        for key in self._open.writing:
+        for key in self._open:
             self.table.abandon(key)
-        self._open = StepRecord()
+        self._open = []
         for state in self._requests.values():
             state.can_capture = False
         self._followed = {name: state for name, state in self._followed.items() if state.is_followed}
@@ -332,13 +330,9 @@ class SchedulerSide:
     # report -----------------------------------------------------------------------------------
 
     def complete(self, report: StepReport) -> None:
-        """The workers carried out these steps: unpin, commit or abandon."""
+        """The workers carried out these steps: commit what they captured, or abandon it."""
         for step in sorted(report.done):
-            record = self._steps.pop(step, None)
-            if record is None:
-                continue
-            self.table.unpin(record.pins)
-            for key in record.writing:
+            for key in self._steps.pop(step, ()):
                 if step in report.failed_captures:
                     self.counters.captures_failed += 1
                     self.table.abandon(key)

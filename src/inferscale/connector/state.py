@@ -8,7 +8,7 @@ from typing import Any
 
 from inferscale.connector.locate import NO_RUN, Placement, Run
 from inferscale.plan import Plan
-from inferscale.pool.table import Entry, PageTable
+from inferscale.pool.table import PageTable
 
 
 @dataclass
@@ -65,17 +65,6 @@ class RequestState:
 
 
 @dataclass
-class StepRecord:
-    """What a step's report will release: pinned entries of injected segments, keys being written."""
-
-    pins: list[Entry] = field(default_factory=list)
-    writing: list[str] = field(default_factory=list)
-
-    def is_empty(self) -> bool:
-        return not self.pins and not self.writing
-
-
-@dataclass
 class Counters:
     """Totals since start-up, for statistics and the residency socket."""
 
@@ -129,7 +118,6 @@ def sizes_of(table: PageTable) -> dict[str, int]:
     return {
         "evictions": table.num_evicted,
         "resident_segments": table.num_resident,
-        "pins": table.num_pins,
         "free_pages": table.num_free_pages,
         "pages": table.num_pages,
         "page_size_tokens": table.page_size_tokens,

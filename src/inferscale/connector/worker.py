@@ -1,6 +1,6 @@
 """Worker side: owns the slab, carries out the scheduler side's orders, decides nothing.
 
-A step: zero freed pages, inject before the forward pass, capture after it, report. All work is
+A step: inject, zero freed pages, (forward pass,) capture, report. All work is
 put on the engine's own stream (or thread, on a CPU), in step order; that order is what makes it
 safe to reuse pages once a step is reported.
 """
@@ -103,17 +103,17 @@ class WorkerSide:
     # one step ---------------------------------------------------------------------------------
 
     def before_forward(self, orders: StepOrders) -> None:
-        """Zero freed pages and inject. An error marks the blocks as failed; vLLM fails the requests."""
+        """Inject and zero freed pages. An error marks the blocks as failed; vLLM fails the requests."""
         self.failed_blocks.update(orders.failed_blocks)
+        if orders.injection is not None:
+            try:
+                self.mover.inject(*orders.injection)
+            except Exception:  # a wrong answer is worse than a failed request
+                logger.exception("Injection failed; the requests it was for fail")
+                blocks = np.unique(orders.injection.slots // self.block_size)
+                self.failed_blocks.update(blocks.tolist())
         if orders.zero_pages is not None:
             self.mover.zero(orders.zero_pages)
-        if orders.injection is None:
-            return
-        try:
-            self.mover.inject(*orders.injection)
-        except Exception:  # a wrong answer is worse than a failed request
-            logger.exception("Injection failed; the requests it was for fail")
-            self.failed_blocks.update(int(b) for b in np.unique(orders.injection.slots // self.block_size))
 
     def after_forward(self, orders: StepOrders) -> None:
         """Capture, and note the step for the report."""

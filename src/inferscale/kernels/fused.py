@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -72,16 +72,11 @@ class FusedMover:
         )
         self._inv_freq = rotary.inv_freq.to(device=self._device, dtype=torch.float64)
         self._num_layers = len(caches)
-        self._page_elements = slab.page_size_tokens * slab.shape.num_elements
         self._staging = Staging(3 * max_tokens, self._device)
-        self._inject_warps, self._capture_warps = inject_tuning.num_warps, capture_tuning.num_warps
-        self._inject_units = inject_tuning.units(2 * heads * dim)
-        self._capture_units = capture_tuning.units(2 * heads * dim)
-        self._kernels = _load(interpret)
         strides = geometry.block_stride, geometry.slot_stride, geometry.kv_stride, geometry.head_stride
         offsets = [2 * heads * dim, *strides, *self._layer_offsets.tolist()]
-        align = _alignment(slab.data.element_size(), offsets)
-        self._common = {
+        tensors = {"slab": self._slab, "cache": self._cache, "layer_offsets": self._layer_offsets}
+        shape = {
             "LAYERS": len(caches),
             "HEADS": heads,
             "DIM": dim,
@@ -90,17 +85,37 @@ class FusedMover:
             "SLOT_STRIDE": geometry.slot_stride,
             "KV_STRIDE": geometry.kv_stride,
             "HEAD_STRIDE": geometry.head_stride,
-            "ALIGN": align,
+            "ALIGN": _alignment(slab.data.element_size(), offsets),
             "BLOCK_HEADS": _power_of_two(heads),
             "BLOCK_DIM": _power_of_two(dim),
         }
         rest = dim - rotary.rotary_dim
-        self._rotation = {
+        rotation = {
             "PAIRS": rotary.rotary_dim // 2,
             "INTERLEAVED": rotary.interleaved,
             "BLOCK_PAIRS": _power_of_two(rotary.rotary_dim // 2),
             "BLOCK_REST": _power_of_two(rest) if rest else 0,
         }
+        self._inject_units = inject_tuning.units(2 * heads * dim)
+        self._capture_units = capture_tuning.units(2 * heads * dim)
+        module = _load(interpret)
+        self._inject = _Launch(
+            module.inject_kernel,
+            {**tensors, "inv_freq": self._inv_freq},
+            {**shape, **rotation, "UNITS": self._inject_units},
+            inject_tuning.num_warps,
+        )
+        self._capture = _Launch(
+            module.capture_kernel, tensors, {**shape, "UNITS": self._capture_units}, capture_tuning.num_warps
+        )
+        page_elements = slab.page_size_tokens * slab.shape.num_elements
+        self._zero_blocks = _programs(page_elements, _ZERO_BLOCK)
+        self._zero = _Launch(
+            module.zero_kernel,
+            {"slab": self._slab},
+            {"PAGE_ELEMENTS": page_elements, "BLOCK": _ZERO_BLOCK},
+            num_warps=8,
+        )
 
     def inject(self, rows: Int32Array, slots: Int32Array, deltas: Int32Array) -> None:
         """Slab rows → rotated → paged caches. int32 [n] each: see `connector.messages.Injection`."""
@@ -108,19 +123,7 @@ class FusedMover:
 
     def launch_inject(self, table: torch.Tensor, n: int) -> None:
         """The kernel alone. table: int32 on the device: n rows, n slots, n deltas."""
-        grid = (_programs(n * self._num_layers, self._inject_units),)
-        self._kernels.inject[grid](
-            self._slab,
-            self._cache,
-            self._layer_offsets,
-            self._inv_freq,
-            table,
-            n,
-            UNITS=self._inject_units,
-            num_warps=self._inject_warps,
-            **self._common,
-            **self._rotation,
-        )
+        self._inject((_programs(n * self._num_layers, self._inject_units), 1, 1), table, n)
 
     def capture(self, slots: Int32Array, rows: Int32Array) -> None:
         """Paged caches → slab rows, bit for bit. int32 [n] each."""
@@ -128,51 +131,64 @@ class FusedMover:
 
     def launch_capture(self, table: torch.Tensor, n: int) -> None:
         """The kernel alone. table: int32 on the device: n slots, n rows."""
-        grid = (_programs(n * self._num_layers, self._capture_units),)
-        self._kernels.capture[grid](
-            self._slab,
-            self._cache,
-            self._layer_offsets,
-            table,
-            n,
-            UNITS=self._capture_units,
-            num_warps=self._capture_warps,
-            **self._common,
-        )
+        self._capture((_programs(n * self._num_layers, self._capture_units), 1, 1), table, n)
 
     def zero(self, pages: Int32Array) -> None:
         """Overwrite pages of the slab with zeros. int32 [n]."""
-        table = self._staging.put((pages,))
-        grid = (len(pages), _programs(self._page_elements, _ZERO_BLOCK))
-        self._kernels.zero[grid](
-            self._slab, table, len(pages), PAGE_ELEMENTS=self._page_elements, BLOCK=_ZERO_BLOCK, num_warps=8
-        )
+        self._zero((len(pages), self._zero_blocks, 1), self._staging.put((pages,)), len(pages))
 
 
-class _Kernels(NamedTuple):
-    inject: Any
-    capture: Any
-    zero: Any
+class _Launch:
+    """A kernel with all its arguments but `table` and `n`.
+
+    Triton's own call looks at every argument again, which takes longer than all else the host does for
+    a step. The first call goes that way and compiles; later ones start what it compiled.
+    """
+
+    def __init__(
+        self, kernel: Any, tensors: Mapping[str, torch.Tensor], constants: Mapping[str, int], num_warps: int
+    ) -> None:
+        self._kernel = kernel
+        self._tensors = tensors
+        self._constants = constants
+        self._num_warps = num_warps
+        self._compiled: Any = None
+        self._before: tuple[int, ...] = ()
+        self._behind: tuple[int, ...] = ()
+
+    def __call__(self, grid: tuple[int, int, int], table: torch.Tensor, n: int) -> None:
+        if self._compiled is not None:
+            self._compiled[grid](*self._before, table.data_ptr(), n, *self._behind)
+            return
+        settings = {**self._tensors, **self._constants, "num_warps": self._num_warps}
+        compiled = self._kernel[grid](table=table, n=n, **settings)
+        names = getattr(self._kernel, "arg_names", [])
+        place = names.index("table") if "table" in names else 0
+        if compiled is None or names[place : place + 2] != ["table", "n"]:  # interpreted
+            return
+        self._before = tuple(self._tensors[name].data_ptr() for name in names[:place])
+        self._behind = tuple(self._constants[name] for name in names[place + 2 :])
+        self._compiled = compiled
 
 
-def _load(interpret: bool) -> _Kernels:
+def _load(interpret: bool) -> Any:
+    """The module of the kernels; with `interpret`, a copy of it whose decorators interpret."""
     try:
         import triton
 
         name = "inferscale.kernels.triton_kernels"
         if not interpret:
-            module = importlib.import_module(name)
-        else:  # a copy of the module whose decorators interpret
-            spec = importlib.util.find_spec(name)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            with triton.knobs.runtime.scope():
-                triton.knobs.runtime.interpret = True
-                spec.loader.exec_module(module)
+            return importlib.import_module(name)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        with triton.knobs.runtime.scope():
+            triton.knobs.runtime.interpret = True
+            spec.loader.exec_module(module)
     except ImportError as error:
         raise UnsupportedLayout(f"Triton cannot be imported ({error})") from error
-    return _Kernels(module.inject_kernel, module.capture_kernel, module.zero_kernel)
+    return module
 
 
 def _shape(slab: Slab) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Page table of the KV pool: which segment lies in which pages, pins, least recently used first.
+"""Page table of the KV pool: which segment lies in which pages, least recently used first.
 
 Pure bookkeeping, owned by the scheduler side; it knows neither torch nor vLLM nor where the slab
 is. A page holds `page_size_tokens` rows, one row per token; rows of a segment are in token order,
@@ -6,10 +6,12 @@ its pages need not be neighbours.
 
 Life of an entry::
 
-    reserve ──▶ WRITING ──commit──▶ RESIDENT ──pin/unpin──▶ RESIDENT ──evict or drop──▶ gone
-                   └──abandon──▶ gone              (dropped while pinned: gone at the last unpin)
+    reserve ──▶ WRITING ──commit──▶ RESIDENT ──evict or drop──▶ gone
+                   └──abandon──▶ gone
 
-Only an unpinned RESIDENT entry is ever evicted.
+Only RESIDENT entries are evicted. None needs to be held while it is injected: a step's injection is
+ordered before it zeroes or captures anything, and workers carry out steps in order, so pages that
+are given away in the scheduling of a step are read by that step's injections first.
 """
 
 from __future__ import annotations
@@ -39,13 +41,12 @@ class Entry:
     pages: IntArray
     rows: IntArray
     num_pages: int
-    pins: int = 0
     is_resident: bool = False
     is_dropped: bool = False
 
 
 class PageTable:
-    """Fixed-size pages, reference counts and an eviction order. Not thread-safe, except that
+    """Fixed-size pages and an eviction order. Not thread-safe, except that
     `is_resident` may be called from any thread (it reads one dictionary entry)."""
 
     def __init__(self, num_pages: int, page_size_tokens: int) -> None:
@@ -57,9 +58,8 @@ class PageTable:
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
         self._freed: list[int] = []
         self.num_evicted = 0
-        self.num_pins = 0  # sum over all entries, dropped ones too; 0 when nothing is being injected
         self.num_resident = 0
-        self._num_evictable_pages = 0  # those of all entries that `_is_evictable`
+        self._num_evictable_pages = 0  # those of all resident entries
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -75,7 +75,7 @@ class PageTable:
 
     def is_resident(self, key: str) -> bool:
         entry = self._entries.get(key)
-        return entry is not None and entry.is_resident and not entry.is_dropped
+        return entry is not None and entry.is_resident
 
     def resident_run(self, keys: Sequence[str], lengths: Sequence[int]) -> list[Entry]:
         """Entries of the leading keys that are resident with these numbers of tokens. No mutation."""
@@ -83,15 +83,17 @@ class PageTable:
         run: list[Entry] = []
         for key, num_tokens in zip(keys, lengths, strict=True):
             entry = entries.get(key)
-            if entry is None or not entry.is_resident or entry.is_dropped or entry.num_tokens != num_tokens:
+            if entry is None or not entry.is_resident or entry.num_tokens != num_tokens:
                 break
             run.append(entry)
         return run
 
-    def touch(self, key: str) -> None:
-        """Count a use: the entry becomes the most recently used."""
-        if key in self._entries:
-            self._entries.move_to_end(key)
+    def touch(self, entries: Sequence[Entry]) -> None:
+        """Count a use of resident entries: the last of them becomes the most recently used."""
+        move_to_end = self._entries.move_to_end
+        for entry in entries:
+            assert entry.is_resident
+            move_to_end(entry.key)
 
     def can_reserve(self, num_tokens: int) -> bool:
         return self._pages_for(num_tokens) <= len(self._free) + self._num_evictable_pages
@@ -106,7 +108,7 @@ class PageTable:
             return None
         needed = self._pages_for(num_tokens)
         while len(self._free) < needed:
-            victim = next(e for e in self._entries.values() if self._is_evictable(e))
+            victim = next(e for e in self._entries.values() if e.is_resident)
             self._release(victim)
             self.num_evicted += 1
         pages = np.array([self._free.pop() for _ in range(needed)], dtype=np.int32)
@@ -116,7 +118,7 @@ class PageTable:
         return entry
 
     def holds(self, key: str) -> bool:
-        """Whether `key` occupies pages, even if it was dropped and waits for its last unpin."""
+        """Whether `key` occupies pages, even if it was dropped while it is written."""
         return key in self._entries
 
     def commit(self, key: str) -> None:
@@ -125,9 +127,9 @@ class PageTable:
         if entry is None or entry.is_resident:
             return
         entry.is_resident = True
-        self._num_evictable_pages += entry.num_pages  # nothing is pinned while it is written
-        self.num_resident += not entry.is_dropped
-        if entry.is_dropped and entry.pins == 0:
+        self.num_resident += 1
+        self._num_evictable_pages += entry.num_pages
+        if entry.is_dropped:
             self._release(entry)
 
     def abandon(self, key: str) -> None:
@@ -136,43 +138,18 @@ class PageTable:
         if entry is not None and not entry.is_resident:
             self._release(entry)
 
-    def pin(self, entries: Sequence[Entry]) -> None:
-        """Keep resident entries from eviction until the matching `unpin`; counts as a use of each.
-
-        All or none: nothing changes where one of them is not resident (AssertionError).
-        """
-        for entry in entries:
-            assert entry.is_resident
-        move_to_end = self._entries.move_to_end
-        for entry in entries:
-            if not entry.pins:
-                self._num_evictable_pages -= entry.num_pages
-            entry.pins += 1
-            move_to_end(entry.key)
-        self.num_pins += len(entries)
-
-    def unpin(self, entries: Sequence[Entry]) -> None:
-        for entry in entries:
-            assert entry.pins
-            entry.pins -= 1
-            if not entry.pins:
-                self._num_evictable_pages += entry.num_pages
-                if entry.is_dropped:
-                    self._release(entry)
-        self.num_pins -= len(entries)
-
     def drop(self, keys: Iterable[str]) -> int:
-        """Forget `keys` at once; pages in use are freed at the last unpin. Returns how many were known."""
+        """Forget `keys` at once, those being written when that is done. Returns how many were known."""
         dropped = 0
         for key in keys:
             entry = self._entries.get(key)
             if entry is None or entry.is_dropped:
                 continue
             dropped += 1
-            entry.is_dropped = True
-            self.num_resident -= entry.is_resident
-            if entry.pins == 0 and entry.is_resident:
+            if entry.is_resident:
                 self._release(entry)
+            else:
+                entry.is_dropped = True
         return dropped
 
     def clear(self) -> int:
@@ -189,22 +166,18 @@ class PageTable:
         """Assert that every page has exactly one owner and that counts are right; for tests and debugging."""
         owned = [int(page) for entry in self._entries.values() for page in entry.pages]
         assert sorted(owned + self._free) == list(range(self.num_pages))
-        evictable = [len(entry.pages) for entry in self._entries.values() if self._is_evictable(entry)]
+        evictable = [entry.num_pages for entry in self._entries.values() if entry.is_resident]
         assert self._num_evictable_pages == sum(evictable)
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size_tokens)
 
-    @staticmethod
-    def _is_evictable(entry: Entry) -> bool:
-        return entry.pins == 0 and entry.is_resident
-
     def _release(self, entry: Entry) -> None:
         del self._entries[entry.key]
-        if self._is_evictable(entry):
+        if entry.is_resident:
+            entry.is_resident = False
+            self.num_resident -= 1
             self._num_evictable_pages -= entry.num_pages
-        self.num_resident -= entry.is_resident and not entry.is_dropped
-        entry.is_resident = False
         pages = [int(page) for page in entry.pages]
         self._free.extend(pages)
         self._freed.extend(pages)

@@ -160,16 +160,17 @@ class MemoryHost:
             **system,
         )
         self._sent: list[Sent] = []
-        generate = self.llm.engine.generate
+        submit = self.llm.engine._submit
         decode = self.llm.engine.llm.get_tokenizer().decode
 
-        def recorded(requests: Sequence[Any]) -> Any:
-            for r in requests:
-                segments, captures = (len(r.plan.segments), len(r.plan.captures)) if r.plan else (0, 0)
-                self._sent.append(Sent(tuple(r.token_ids), decode(list(r.token_ids)), segments, captures))
-            return generate(requests)
+        def recorded(request: Any, answers: Any) -> str:
+            plan = request.plan
+            segments, captures = (len(plan.segments), len(plan.captures)) if plan else (0, 0)
+            ids = tuple(request.token_ids)
+            self._sent.append(Sent(ids, decode(list(ids)), segments, captures))
+            return submit(request, answers)
 
-        self.llm.engine.generate = recorded  # type: ignore[method-assign]
+        self.llm.engine._submit = recorded  # type: ignore[method-assign]
 
     def sent(self) -> list[Sent]:
         """What reached the engine since the last call, in order; orders too."""
@@ -209,15 +210,15 @@ class MemoryHost:
         """The worker cannot inject any more."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        def fail(order: object) -> None:
+        def fail(*orders: object) -> None:
             raise RuntimeError("broken by a test")
 
-        get_kv_transfer_group().worker.inject = fail
+        get_kv_transfer_group().worker.mover.inject = fail
 
     def mend(self) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        del get_kv_transfer_group().worker.inject
+        del get_kv_transfer_group().worker.mover.inject
 
     def break_encoding(self, is_broken: bool) -> None:
         """Encode passes raise, as when the catalog is locked or the engine is gone."""
