@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ from inferscale.plan import (
 SECRET = b"s" * 32
 IDS = st.integers(-(2**31), 2**31 - 1)
 TEXT = st.text(max_size=8)
+KEY = st.text(st.characters(exclude_characters=",\n", exclude_categories=["Cs"]), max_size=8)
 
 PLANS = st.builds(
     Plan,
@@ -35,7 +37,7 @@ PLANS = st.builds(
     epoch=st.integers(0, 2**40),
     segments=st.lists(
         st.builds(
-            Segment, TEXT, st.lists(IDS, max_size=5).map(tuple), st.sampled_from(["text", "fact", "turn"])
+            Segment, KEY, st.lists(IDS, max_size=5).map(tuple), st.sampled_from(["text", "fact", "turn"])
         ),
         max_size=4,
     ).map(tuple),
@@ -65,7 +67,49 @@ FULL = Plan(
 @given(PLANS)
 def test_round_trip_through_json(plan: Plan) -> None:
     params = json.loads(json.dumps(to_wire(plan, SECRET)))
-    assert from_wire(params, SECRET) == plan
+    received = from_wire(params, SECRET)
+    assert received == plan
+    assert received is not None
+    assert not received.table.opens_prompt
+
+
+@settings(max_examples=50)
+@given(PLANS, st.lists(IDS, max_size=3))
+def test_a_prompt_that_begins_with_the_segments_is_known_by_the_signature(
+    plan: Plan, question: list[int]
+) -> None:
+    ids = [token_id for segment in plan.segments for token_id in segment.token_ids]
+    params = json.loads(json.dumps(to_wire(plan, SECRET)))
+    received = from_wire(params, SECRET, ids + question)
+    assert received == plan
+    assert received is not None
+    assert received.table.opens_prompt == bool(ids)
+    for place in range(len(ids)):
+        other = [*ids[:place], ids[place] ^ 1, *ids[place + 1 :]]
+        received = from_wire(params, SECRET, other + question)
+        assert received == plan, "the plan is as good as before"
+        assert received is not None
+        assert not received.table.opens_prompt
+    received = from_wire(params, SECRET, [2**31, *ids])
+    assert received is not None
+    assert not received.table.opens_prompt
+
+
+def test_the_ids_of_a_prompt_do_not_make_a_plan_ours() -> None:
+    """Neither under another secret nor with the border between plan and ids moved."""
+    params = to_wire(FULL, SECRET)
+    with pytest.raises(PlanRejected, match="signature"):
+        from_wire(params, b"t" * 32, [1, 2, 3, 4])
+    body = params[WIRE_KEY]
+    moved = {**body, "plan": body["plan"] + body["ids"][:8], "ids": body["ids"][8:]}
+    with pytest.raises(PlanRejected, match="signature"):
+        from_wire({WIRE_KEY: moved}, SECRET, [2, 3, 4])
+
+
+@pytest.mark.parametrize("key", ["a,b", "a\nb", ","])
+def test_keys_that_would_run_together_are_an_error(key: str) -> None:
+    with pytest.raises(ValueError, match="comma or a line break"):
+        to_wire(Plan("m", "s", segments=(Segment(key, (1,)), Segment("k", (2,)))), SECRET)
 
 
 def test_a_plan_gets_an_id_of_its_own() -> None:
@@ -100,13 +144,24 @@ def test_other_versions_are_rejected_by_number(version: Any) -> None:
         from_wire(params, SECRET)
 
 
+HEAD = ("id", "model", "scope", "epoch", "captures", "order")
+LINES = ("kinds", "keys", "lengths")
+
+
+def changed(raw: bytes, **fields: Any) -> bytes:
+    """The `plan` part of a wire form with some of its fields changed."""
+    head, *lines = raw.split(b"\n", 3)
+    values = dict(zip(HEAD, json.loads(head), strict=True))
+    values.update((name, value) for name, value in fields.items() if name not in LINES)
+    parts = dict(zip(LINES, lines, strict=True)) | {n: v for n, v in fields.items() if n in LINES}
+    return b"\n".join([json.dumps(list(values.values())).encode(), *parts.values()])
+
+
 def changed_head(name: str, value: Any) -> dict[str, Any]:
-    """FULL's wire form with one field of the head changed and the signature left alone."""
+    """FULL's wire form with one field changed and the signature left alone."""
     params = to_wire(FULL, SECRET)
-    head, _, ids = bytes.fromhex(params[WIRE_KEY]["plan"]).partition(b"\n")
-    fields = {**json.loads(head), name: value}
-    raw = json.dumps(fields, separators=(",", ":")).encode() + b"\n" + ids
-    params[WIRE_KEY]["plan"] = raw.hex()
+    body = params[WIRE_KEY]
+    body["plan"] = changed(bytes.fromhex(body["plan"]), **{name: value}).hex()
     return params
 
 
@@ -116,9 +171,10 @@ CHANGES: list[tuple[str, Any]] = [
     ("scope", ""),
     ("epoch", 2),
     ("epoch", "3"),
-    ("keys", []),
-    ("lengths", [1, 2]),
-    ("kinds", "xx"),
+    ("keys", b""),
+    ("keys", b"k2,k1"),
+    ("lengths", array("i", [1, 3]).tobytes()),
+    ("kinds", b"xx"),
     ("captures", [["k3", 4, 8]]),
     ("captures", [["k3", 4.0, 9]]),
     ("order", None),
@@ -136,19 +192,20 @@ def test_changing_any_field_breaks_the_signature(field: str, value: Any) -> None
 
 
 def test_changing_any_byte_breaks_the_signature() -> None:
-    params = to_wire(FULL, SECRET)
-    raw = bytes.fromhex(params[WIRE_KEY]["plan"])
-    for place in range(len(raw)):
-        changed = bytearray(raw)
-        changed[place] ^= 1
-        body = {**params[WIRE_KEY], "plan": changed.hex()}
-        with pytest.raises(PlanRejected, match="signature"):
-            from_wire({WIRE_KEY: body}, SECRET)
+    for part in ("plan", "ids"):
+        params = to_wire(FULL, SECRET)
+        raw = bytes.fromhex(params[WIRE_KEY][part])
+        for place in range(len(raw)):
+            flipped = bytearray(raw)
+            flipped[place] ^= 1
+            body = {**params[WIRE_KEY], part: flipped.hex()}
+            with pytest.raises(PlanRejected, match="signature"):
+                from_wire({WIRE_KEY: body}, SECRET)
 
 
 def test_removing_any_field_is_rejected() -> None:
     fields = set(to_wire(FULL, SECRET)[WIRE_KEY])
-    assert fields == {"v", "plan", "sig"}
+    assert fields == {"v", "plan", "ids", "sig"}
     for field in fields:
         params = to_wire(FULL, SECRET)
         del params[WIRE_KEY][field]
@@ -174,7 +231,7 @@ JSON = st.recursive(
 
 @given(JSON, st.booleans())
 def test_junk_is_rejected_and_never_anything_else(junk: Any, has_version: bool) -> None:
-    for body in (junk, {"v": 2, "sig": junk}, {"v": 2, "sig": "0" * 64, "plan": junk}):
+    for body in (junk, {"v": 2, "sig": junk}, {"v": 2, "sig": "0" * 64, "plan": junk, "ids": junk}):
         with pytest.raises(PlanRejected):
             from_wire({WIRE_KEY: body}, SECRET)
     from_wire(junk, SECRET)
@@ -193,7 +250,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
     "mixed keys": lambda: {"v": 2, "sig": "0" * 64, 1: 2, "a": 3},
     "lone surrogate": lambda: {"v": 2, "sig": "0" * 64, "plan": "\ud800"},
     "huge": lambda: {"v": 2, "sig": "0" * 64, "plan": "x" * 10**6},
-    "no hexadecimal": lambda: {"v": 2, "sig": "0" * 64, "plan": "é"},
+    "no hexadecimal": lambda: {"v": 2, "sig": "0" * 64, "plan": "é", "ids": ""},
     "plan is a list": lambda: {"v": 2, "sig": "0" * 64, "plan": ["AAAA"]},
     "nested field": lambda: {"v": 2, "sig": "0" * 64, "plan": nested(100_000)},
     "nested version": lambda: {"v": nested(100_000)},
@@ -207,28 +264,28 @@ def test_hostile_bodies_are_rejected(name: str) -> None:
         from_wire(params, SECRET)
 
 
-def signed(ids: bytes | None = None, **fields: Any) -> dict[str, Any]:
+def signed(ids: bytes | None = None, raw: bytes | None = None, **fields: Any) -> dict[str, Any]:
     """A plan with a right signature and wrong content, as only a bug of our own could make."""
     from inferscale.plan import _sign
 
-    raw_head, _, old_ids = bytes.fromhex(to_wire(FULL, SECRET)[WIRE_KEY]["plan"]).partition(b"\n")
-    head = json.dumps({**json.loads(raw_head), **fields}).encode()
-    raw = head + b"\n" + (old_ids if ids is None else ids)
-    body = {"v": 2, "plan": raw.hex(), "sig": _sign(raw, SECRET)}
-    return {WIRE_KEY: body}
+    body = to_wire(FULL, SECRET)[WIRE_KEY]
+    if raw is None:
+        raw = changed(bytes.fromhex(body["plan"]), **fields)
+    if ids is None:
+        ids = bytes.fromhex(body["ids"])
+    return {WIRE_KEY: {"v": 2, "plan": raw.hex(), "ids": ids.hex(), "sig": _sign(raw, ids, SECRET)}}
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        {"keys": ["k1"]},
-        {"keys": [1, 2]},
-        {"keys": 5},
-        {"lengths": [-1, 6]},
-        {"lengths": [1.0, 4.0]},
-        {"lengths": [100, 1]},
-        {"kinds": "x?"},
-        {"kinds": "xfx"},
+        {"keys": b"k1"},
+        {"keys": b"\xff,k2"},
+        {"lengths": array("i", [-1, 5]).tobytes()},
+        {"lengths": array("i", [100, 1]).tobytes()},
+        {"lengths": b"abc"},
+        {"kinds": b"x?"},
+        {"kinds": b"xfx"},
         {"ids": b"abc"},  # no whole id
         {"ids": b""},
         {"captures": [["k", "a", 1]]},
@@ -239,8 +296,11 @@ def signed(ids: bytes | None = None, **fields: Any) -> dict[str, Any]:
         {"order": ["forget", 5, []]},
         {"order": ["forget", [], [["s"]]]},
         {"order": "forget"},
+        {"raw": b""},
+        {"raw": b"[]\n\n\n"},
+        {"raw": b"[" * 100_000 + b"\n\n\n"},
     ],
-    ids=str,
+    ids=lambda fields: str(fields)[:40],
 )
 def test_a_malformed_plan_is_rejected_even_when_signed(fields: dict[str, Any]) -> None:
     with pytest.raises(PlanRejected, match="malformed"):

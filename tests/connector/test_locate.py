@@ -80,6 +80,9 @@ def test_locate_is_the_naive_search(prompt: list[int], lists: list[list[int]]) -
     assert located(placement) == found
     assert placement.num_lost == lost
     assert len(found) + lost == len(segments)
+    opening = [token_id for ids in lists for token_id in ids]
+    known = Segments(segments.keys, segments.lengths, segments.kinds, segments.ids, opens_prompt=True)
+    assert locate(opening + prompt, known)[:4] == locate(opening + prompt, segments)[:4]
 
 
 def test_bytes_that_match_between_two_ids_are_no_match() -> None:

@@ -6,7 +6,6 @@ seams can differ from the plan's. A segment that is not found is prefilled as te
 
 from __future__ import annotations
 
-import struct
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
@@ -38,13 +37,10 @@ class Placement(NamedTuple):
 
 def locate(prompt_ids: Sequence[int], segments: Segments) -> Placement:
     """Match segments by their ids, in order, each at its first place behind the one before."""
-    num_tokens = len(segments.ids) // 4
-    opening = prompt_ids[:num_tokens]
-    # struct packs twice as fast as array does.
-    if opening and all(segments.lengths) and struct.pack(f"{len(opening)}i", *opening) == segments.ids:
+    if segments.opens_prompt and all(segments.lengths):
         # As nearly always: head and facts open the prompt, one behind the other.
         ends = list(accumulate(segments.lengths))
-        return Placement(segments.keys, [0, *ends[:-1]], ends, 0, True)
+        return Placement(segments.keys, [0, *ends][:-1], ends, 0, True)
     haystack = array("i", prompt_ids).tobytes()
     keys: list[str] = []
     starts: list[int] = []

@@ -103,7 +103,7 @@ class SchedulerSide:
         if not params:
             return None
         try:
-            plan = from_wire(params, self.secret)
+            plan = from_wire(params, self.secret, request.prompt_token_ids or ())
         except PlanRejected as error:
             self.counters.plans_rejected += 1
             self._rejected[request_id] = str(error)
