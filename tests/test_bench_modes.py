@@ -138,6 +138,14 @@ def test_a_prefix_cache_that_was_not_emptied_is_found(monkeypatch: pytest.Monkey
         measure_ttft(engine, encoding, TtftOptions((6,), 1), run, lambda _: None)
 
 
+def test_memory_that_is_not_in_the_pool_after_encoding_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fake_engine()
+    monkeypatch.setattr(engine.offline.residency, "resident", lambda keys: [False] * len(keys))
+    with pytest.raises(EngineError, match="9 of 9 segments are not in the pool after encoding"):
+        encoded(engine, 6)
+    assert offline(engine).log[-1] == "stats"  # asked again after a step
+
+
 def test_tail_facts_are_prefilled() -> None:
     engine = fake_engine()
     encoding, run = encoded(engine, 6)
@@ -166,6 +174,7 @@ def test_throughput_rows() -> None:
     assert inject["config"]["users"] == 3
     assert inject["config"]["min_injected_tokens"] > 100
     assert inject["config"]["max_prefilled_tokens"] == 32
+    assert inject["config"]["counters"] == {"preemptions": 0}
 
 
 def test_users_send_one_request_at_a_time_and_have_memories_of_their_own() -> None:

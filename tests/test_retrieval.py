@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from inferscale.retrieval import embedder as embedder_module
 from inferscale.retrieval import index as index_module
 from inferscale.retrieval.bert import BertEncoder, network_of, pooled
 from inferscale.retrieval.index import _FIRST_CAPACITY, _SPARE, torch_device
+from inferscale.retrieval.lone_thread import alone
 from inferscale.retrieval.query_graphs import LENGTHS, QueryGraphs, embed_padded, fill, padded_length
 
 DIM = 8
@@ -223,6 +225,25 @@ def test_threads_share_an_index() -> None:
     assert len(index) == 8 * 15
 
 
+def test_small_work_is_done_by_one_thread() -> None:
+    torch.set_num_threads(2)
+
+    def work() -> tuple[int, str]:
+        return torch.get_num_threads(), threading.current_thread().name
+
+    num_threads, name = alone("test", work)
+    assert (num_threads, name[:15]) == (1, "inferscale-test")
+    assert alone("test", work) == (num_threads, name)
+    # Neither this thread nor a new one is changed by it.
+    assert torch.get_num_threads() == 2
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 2
+    with pytest.raises(ZeroDivisionError):
+        alone("test", lambda: 1 // 0)
+    torch.set_num_threads(1)
+    assert alone("test", work) == (1, threading.current_thread().name)
+
+
 # --- embedders -----------------------------------------------------------------------------------
 
 WORDS = ["the", "a", "cat", "dog", "likes", "milk", "fish", "runs", "away", "from", "big", "red", "house"]
@@ -305,15 +326,11 @@ def test_a_vector_does_not_depend_on_its_batch(
 
 
 def test_a_single_text_takes_another_way_to_the_same_vector(tiny_model: Path) -> None:
-    torch.set_num_threads(2)  # as the fixture left it: short texts then have a thread of their own
+    torch.set_num_threads(2)  # short texts then have a thread of their own
     embedder = SentenceEmbedder(tiny_model)
     together = embedder.embed([*TEXTS, LONG])
     for text, expected in zip([*TEXTS, LONG], together, strict=True):
         np.testing.assert_allclose(embedder.embed([text])[0], expected, atol=1e-5)
-    assert embedder._load().worker is not None
-    assert torch.get_num_threads() == 2
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(torch.get_num_threads).result() == 2
 
 
 def load_network(folder: Path) -> Any:

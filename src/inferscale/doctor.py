@@ -161,6 +161,10 @@ def _torch(has_gpu: bool) -> Finding:
 def _device(gpus: Sequence[Gpu]) -> Finding:
     if gpus:
         parts = [f"{g.name} ({g.free_mib / 1024:.1f} of {g.total_mib / 1024:.1f} GiB free)" for g in gpus]
+        if any(g.free_mib < g.total_mib / 2 for g in gpus):
+            detail = f"{', '.join(parts)}: the model, vLLM's cache and the pool share what is free"
+            fix = "nvidia-smi shows which processes hold the rest; CUDA_VISIBLE_DEVICES picks a GPU"
+            return Finding("device", False, detail, fix, required=False)
         return Finding("device", True, ", ".join(parts))
     return Finding("device", True, f"{_cpu_name()}, {_num_cores()} cores, {_memory()}")
 

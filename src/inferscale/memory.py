@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from inferscale.catalog import Catalog, Deletion, VectorMark
 from inferscale.config import MemoryConfig
@@ -23,6 +24,20 @@ if TYPE_CHECKING:
     from inferscale.retrieval import Embedder, VectorIndex
 
 _log = logging.getLogger(__name__)
+
+
+class Recall(NamedTuple):
+    """Facts found for a query.
+
+    keys: fact id → key of its KV, where it was encoded. epoch: of the scope. embed_ms, search_ms:
+    time for the query's vector, and for all else.
+    """
+
+    hits: tuple[SearchHit, ...]
+    keys: dict[str, str]
+    epoch: int
+    embed_ms: float
+    search_ms: float
 
 
 class Memory:
@@ -99,18 +114,31 @@ class Memory:
         All facts of the scope where it holds fewer than `top_k`. Raises EmptyText for a blank
         query, UnknownScope for a scope without facts, InvalidInput for a `top_k` below 0.
         """
-        scope = read_scope(user_id, agent_id, run_id)
+        return list(self.recall(query, read_scope(user_id, agent_id, run_id), top_k).hits)
+
+    def recall(self, query: str, scope: Scope, top_k: int, model: str | None = None) -> Recall:
+        """What `search` finds, with the keys that `model` encoded these facts under; raises the same.
+
+        The facts, their keys and the epoch are of one read.
+        """
         text = read_query(query)
         k = _check_count(top_k, "top_k")
         self._check_known(scope)
         if k == 0:
-            return []
-        query_vector = self._ready_embedder().embed([text])[0]
+            return Recall((), {}, self.catalog.epoch(scope), 0.0, 0.0)
+        embedder = self._ready_embedder()
+        start_s = time.perf_counter()
+        query_vector = embedder.embed([text])[0]
+        embedded_s = time.perf_counter()
         index = self._synced_index()
         hits = index.search(query_vector, k, self.catalog.scope_codes(scope))
-        facts = self.catalog.facts_by_seqs(hit.id for hit in hits)
+        found = self.catalog.found_facts(scope, [hit.id for hit in hits], model)
         # A fact can have been deleted by another process since the search.
-        return [SearchHit(facts[hit.id], hit.score) for hit in hits if hit.id in facts]
+        facts = tuple(SearchHit(found.facts[hit.id], hit.score) for hit in hits if hit.id in found.facts)
+        done_s = time.perf_counter()
+        return Recall(
+            facts, found.keys, found.epoch, (embedded_s - start_s) * 1e3, (done_s - embedded_s) * 1e3
+        )
 
     def get(self, fact_id: str) -> Fact:
         """The fact with this id. Raises UnknownFact."""
@@ -189,13 +217,9 @@ class Memory:
         """The embedder, made on first use and known to fit the vectors of the catalog."""
         with self._lock:
             if self._embedder is None:
-                from inferscale.models import ensure_embedder
-                from inferscale.retrieval import SentenceEmbedder
+                from inferscale.retrieval import open_embedder
 
-                source = (
-                    self.config.embedder if self.config.embedder is not None else ensure_embedder(_log.info)
-                )
-                self._embedder = SentenceEmbedder(source, self.config.embedder_device)
+                self._embedder = open_embedder(self.config.embedder, self.config.embedder_device, _log.info)
             if not self._embedder_is_recorded:
                 self.catalog.record_embedder(self._embedder.name, self._embedder.dim)
                 self._embedder_is_recorded = True

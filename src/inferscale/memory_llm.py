@@ -15,15 +15,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
 from inferscale.catalog import Deletion
-from inferscale.chat_result import ChatResult, Mode, PreparedChat, chat_result
+from inferscale.chat_result import ChatResult, ChatTimings, Mode, PreparedChat, chat_result
 from inferscale.config import ConnectorConfig, EncodingConfig, MemoryConfig
 from inferscale.encode_runner import EncodeProgress, EncodeRunner, Progress
 from inferscale.encoder import Encoder
@@ -36,16 +37,16 @@ from inferscale.errors import (
     UnknownScope,
 )
 from inferscale.facts import Fact, Scope, SearchHit, Turn
-from inferscale.memory import Memory
+from inferscale.memory import Memory, Recall
 from inferscale.offline import Generation, GenerationRequest, OfflineEngine
 from inferscale.plan import Order, Plan, Segment, scope_digest
 from inferscale.planner import Candidate, Choice, choose
-from inferscale.prompt import DEFAULT_SYSTEM, Prompt, PromptBuilder, question_of
+from inferscale.prompt import DEFAULT_SYSTEM, Draft, Prompt, PromptBuilder
 from inferscale.retrieval import Embedder
 from inferscale.turns import Content, read_scope
 from inferscale.windows import WindowPolicy
 
-__all__ = ["ChatResult", "EncodeProgress", "MemoryLLM", "Mode", "Progress"]
+__all__ = ["ChatResult", "ChatTimings", "EncodeProgress", "MemoryLLM", "Mode", "Progress"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +57,10 @@ class MemoryLLM:
     """`vllm.LLM` with memory. Calls may come from several threads; the engine serves them in turn.
 
     model: a folder or hub name. memory: a folder's settings, or a `Memory` that is already open (it
-    is then not closed here). encoding: window policy. pool_size_bytes: of the KV pool, 1 GiB if not
-    given; connector: all settings of the connector instead. repair_after_chat: once an answer is there,
-    encode the facts that had to be prefilled for it, before `chat` returns; the next one injects them.
+    is then not closed here). encoding: window policy. pool_size_bytes: of the KV pool, see
+    `ConnectorConfig`; connector: all settings of the connector instead. repair_after_chat: once an
+    answer is there, encode the facts that had to be prefilled for it, before `chat` returns; the next
+    one injects them.
     engine_args: further arguments of `vllm.LLM`, such as `max_model_len` or `dtype`.
     """
 
@@ -96,6 +98,7 @@ class MemoryLLM:
             self.engine.max_model_len - 1,
         )
         self.runner = EncodeRunner(self.engine, self.encoder)
+        self._head_key = lru_cache(maxsize=64)(self.encoder.head_key)
         self._lock = threading.RLock()
 
     # memory -----------------------------------------------------------------------------------
@@ -234,76 +237,98 @@ class MemoryLLM:
         tail: int,
         max_tokens: int,
     ) -> PreparedChat:
-        question = question_of(messages)
-        hits = () if mode == "none" else self._hits(question, scope, top_k)
-        candidates, reason = self._candidates(messages, hits, needs_keys=mode == "inject")
-        room = self.engine.max_model_len - max_tokens - len(self.prompts.build(messages, [], []).token_ids)
-        if room < 0:
-            raise TextTooLong(
-                f"The messages and max_tokens={max_tokens} need {-room} tokens more than the model's "
-                f"max_model_len={self.engine.max_model_len}. Shorten the messages or lower max_tokens."
-            )
-        while True:
-            choice = choose(candidates, tail=tail, budget_tokens=room, needs_residency=mode == "inject")
-            prompt = self.prompts.build(messages, _facts(choice.front), _facts(choice.tail))
-            excess = len(prompt.token_ids) + max_tokens - self.engine.max_model_len
-            if excess <= 0 or not (choice.front or choice.tail):
-                break
-            room -= excess  # headings around the facts
-        plan = self._plan(scope, choice, prompt) if mode == "inject" and choice.front else None
-        return PreparedChat(prompt, choice, tuple(hits), plan, reason)
+        start_s = time.perf_counter()
+        draft = self.prompts.draft(messages)
+        recall = _NOTHING if mode == "none" else self._recall(draft.question, scope, top_k, mode)
+        there, reason, residency_ms = set[str](), None, 0.0
+        if mode == "inject" and recall.hits:
+            head = draft.head_ids
+            asked_s = time.perf_counter()
+            there, reason = self._resident(head, list(recall.keys.values()))
+            residency_ms = (time.perf_counter() - asked_s) * 1e3
+        candidates = [self._candidate(hit, recall.keys, there) for hit in recall.hits]
+        limit = self.engine.max_model_len - max_tokens
+        choice, prompt = self._fitted(draft, candidates, tail, limit, needs_residency=mode == "inject")
+        plan = None
+        if mode == "inject" and choice.front:
+            plan = self._plan(scope, recall.epoch, choice, prompt)
+        timings = ChatTimings(recall.embed_ms, recall.search_ms, residency_ms)
+        prompt_ms = (time.perf_counter() - start_s) * 1e3 - timings.front_ms
+        return PreparedChat(prompt, choice, recall.hits, plan, reason, timings._replace(prompt_ms=prompt_ms))
 
-    def _hits(self, question: str, scope: Scope, top_k: int) -> list[SearchHit]:
+    def _recall(self, question: str, scope: Scope, top_k: int, mode: Mode) -> Recall:
+        """The facts found, with the keys of their KV where it shall be injected."""
         try:
-            return self.memory.search(
-                question, user_id=scope.user_id, agent_id=scope.agent_id, run_id=scope.run_id, top_k=top_k
-            )
+            model = self.encoder.encodings_of if mode == "inject" else None
+            return self.memory.recall(question, scope, top_k, model)
         except UnknownScope:
-            return []
+            return _NOTHING
 
-    def _candidates(
-        self, messages: Sequence[Mapping[str, Any]], hits: Sequence[SearchHit], *, needs_keys: bool
-    ) -> tuple[list[Candidate], str | None]:
-        """Facts found, with the keys of those whose KV is in the pool; why none is, where that is unusual."""
-        keys: dict[str, str] = {}
-        there: set[str] = set()
-        reason = None
-        if needs_keys and hits:
-            keys = self.encoder.keys(hit.fact.id for hit in hits)
-            try:
-                there = self._resident_behind_head(messages, list(keys.values()))
-            except EngineError as error:
-                logger.warning("Facts are prefilled as text: %s", error)
-                reason = "the engine did not say which facts are in the pool"
-        found = []
-        for hit in hits:
-            key = keys.get(hit.fact.id)
-            num_tokens = len(self.prompts.fact_ids(hit.fact))
-            found.append(Candidate(hit.fact, num_tokens, key if key in there else None))
-        return found, reason
+    def _candidate(self, hit: SearchHit, keys: Mapping[str, str], there: Set[str]) -> Candidate:
+        key = keys.get(hit.fact.id)
+        return Candidate(hit.fact, len(self.prompts.fact_ids(hit.fact)), key if key in there else None)
 
-    def _resident_behind_head(self, messages: Sequence[Mapping[str, Any]], keys: list[str]) -> set[str]:
+    def _resident(self, head: tuple[int, ...], keys: list[str]) -> tuple[set[str], str | None]:
+        """Which of the keys can be injected; why none can, where that is unusual."""
+        try:
+            return self._resident_behind_head(head, keys), None
+        except EngineError as error:
+            logger.warning("Facts are prefilled as text: %s", error)
+            return set(), "the engine did not say which facts are in the pool"
+
+    def _resident_behind_head(self, head: tuple[int, ...], keys: list[str]) -> set[str]:
         """Resident keys, once the text in front of all facts is resident as well.
 
         That text is encoded first where the pool lacks it, and only then are the facts asked for:
         its capture may have pushed one out.
         """
-        head = self.prompts.head_of(messages)
-        head_key = self.encoder.head_key(head)
+        head_key = self._head_key(head)
         there = self.runner.resident([head_key, *keys])
         if head_key not in there and there:
             self.runner.run([self.encoder.head_job(head)])
             there = self.runner.resident([head_key, *keys])
         return there if head_key in there else set()
 
-    def _plan(self, scope: Scope, choice: Choice, prompt: Prompt) -> Plan:
+    def _fitted(
+        self, draft: Draft, candidates: Sequence[Candidate], tail: int, limit: int, *, needs_residency: bool
+    ) -> tuple[Choice, Prompt]:
+        """The facts that fit into `limit` tokens together with the messages, and their prompt.
+
+        As a rule all of them fit beside what the template was rendered to; only else is the prompt
+        without facts rendered to learn how much room there is. Raises TextTooLong.
+        """
+        if candidates:
+            room = limit - draft.num_tokens
+            choice = choose(candidates, tail=tail, budget_tokens=room, needs_residency=needs_residency)
+            if not choice.num_left_out:
+                prompt = draft.build(_facts(choice.front), _facts(choice.tail))
+                if len(prompt.token_ids) <= limit:
+                    return choice, prompt
+        without_facts = draft.build()
+        room = limit - len(without_facts.token_ids)
+        if room < 0:
+            raise TextTooLong(
+                f"The messages and max_tokens={self.engine.max_model_len - limit} need {-room} tokens more "
+                f"than the model's max_model_len={self.engine.max_model_len}. Shorten the messages or lower "
+                "max_tokens."
+            )
+        while True:
+            choice = choose(candidates, tail=tail, budget_tokens=room, needs_residency=needs_residency)
+            if not (choice.front or choice.tail):
+                return choice, without_facts
+            prompt = draft.build(_facts(choice.front), _facts(choice.tail))
+            excess = len(prompt.token_ids) - limit
+            if excess <= 0:
+                return choice, prompt
+            room -= excess  # headings around the facts
+
+    def _plan(self, scope: Scope, epoch: int, choice: Choice, prompt: Prompt) -> Plan:
         """Head and front facts as segments."""
-        head = tuple(prompt.head_ids)
-        segments = [Segment(self.encoder.head_key(head), head, "text")]
+        head = prompt.head_ids
+        segments = [Segment(self._head_key(head), head, "text")]
         for candidate in choice.front:
             assert candidate.key is not None
             segments.append(Segment(candidate.key, self.prompts.fact_ids(candidate.fact), "fact"))
-        epoch = self.memory.catalog.epoch(scope)
         return Plan(self.engine.fingerprint, _digest(scope), epoch, segments=tuple(segments))
 
     def _check_length(self, turn: Turn) -> None:
@@ -332,6 +357,9 @@ class MemoryLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+_NOTHING = Recall((), {}, 0, 0.0, 0.0)
 
 
 @contextmanager

@@ -51,6 +51,8 @@ DEFAULT_SYSTEM = "You are a helpful assistant."
 _ANCHOR_DATE = datetime.datetime(2025, 1, 1)
 _LINE_BREAK = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+_SHORT_CHARS = 2048
+"""Template text up to this length is kept with its ids: heads, and what stands around a question."""
 
 ContentFormat = Literal["string", "openai"]
 
@@ -81,11 +83,6 @@ class Prompt:
     tail_token_count: int = 0
 
 
-def question_of(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Text of the last message, which is what memory is searched for. Raises InvalidInput, EmptyText."""
-    return _text(_read_messages(messages)[-1])
-
-
 def render_fact(fact: Fact) -> str:
     """One line of data: `- [8 May 2023, 1:56 pm] Caroline: "…"` and a line break.
 
@@ -93,9 +90,13 @@ def render_fact(fact: Fact) -> str:
     another line. A quotation mark gets a backslash, and so do backslashes before one or at the
     end: nothing is lost, and the quotation ends where it ends.
     """
-    text = _LINE_BREAK.sub(lambda match: match[0] + "    ", fact.text)
+    return _line(fact.text, fact.speaker, fact.said_at)
+
+
+def _line(text: str, speaker: str | None, said_at: str | None) -> str:
+    text = _LINE_BREAK.sub(lambda match: match[0] + "    ", text)
     text = re.sub(r'(\\*)("|\Z)', lambda match: 2 * match[1] + ('\\"' if match[2] else ""), text)
-    labels = (fact.said_at, fact.speaker)
+    labels = (said_at, speaker)
     said_at, speaker = (" ".join((label or "").split()).replace('"', '\\"') for label in labels)
     return "- " + (f"[{said_at}] " if said_at else "") + (f"{speaker}: " if speaker else "") + f'"{text}"\n'
 
@@ -129,7 +130,9 @@ class PromptBuilder:
         except (ValueError, AttributeError) as error:
             raise EngineError("the tokenizer has no chat template; give one (--chat-template).") from error
         self._encoder = SegmentTokenizer(tokenizer, self._template)
-        self._line_ids = lru_cache(maxsize=16384)(self._encoder.data)
+        self._line_ids = lru_cache(maxsize=16384)(self._tokenized_line)
+        self._piece_ids = lru_cache(maxsize=64)(self._encoder.text)
+        self.tail_heading_ids: tuple[int, ...] = self._encoder.text(tail_heading + "\n")
         self.has_system_role = self._shows_system_first()
         self._heads = lru_cache(maxsize=64)(self._head_ids)
         date = {"strftime_now": _ANCHOR_DATE.strftime, "date_string": _ANCHOR_DATE.strftime("%d %b %Y")}
@@ -150,7 +153,20 @@ class PromptBuilder:
 
     def fact_ids(self, fact: Fact) -> tuple[int, ...]:
         """Token ids of a fact's line, without control tokens; the same in every prompt."""
-        return self._line_ids(render_fact(fact))
+        return self._line_ids(fact.text, fact.speaker, fact.said_at)
+
+    def _tokenized_line(self, text: str, speaker: str | None, said_at: str | None) -> tuple[int, ...]:
+        return self._encoder.data(_line(text, speaker, said_at))
+
+    def draft(
+        self, messages: Sequence[Mapping[str, Any]], *, template_kwargs: Mapping[str, Any] | None = None
+    ) -> Draft:
+        """The prompt for `messages` before its facts are chosen; see `build`, which raises the same."""
+        read = _read_messages(messages)
+        question = _text(read[-1])
+        if "developer" not in self._template:
+            read = _developer_to_system(read)
+        return Draft(self, read, question, dict(template_kwargs or {}))
 
     def build(
         self,
@@ -169,63 +185,39 @@ class PromptBuilder:
         Raises InvalidInput for messages that cannot be used, EmptyText for a blank question, and
         EngineError for a chat template in which memory has no place.
         """
-        read = _read_messages(messages)
-        options = dict(template_kwargs or {})
-        if "developer" not in self._template:
-            read = _developer_to_system(read)
-        if not facts and not tail:
-            return Prompt(self._encoder.text(self._render(read, options)))
-        before, between, after = self._split(read, bool(facts), bool(tail), options)
-        head_ids = self._encoder.text(before) if facts else ()
-        ids = list(head_ids)
-        fact_spans = self._append(ids, facts)
-        history_start = len(ids)
-        ids.extend(self._encoder.text(between))
-        history = (history_start, len(ids))
-        if tail:
-            ids.extend(self._encoder.text(self.tail_heading + "\n"))
-        tail_spans = self._append(ids, tail)
-        tail_token_count = len(ids) - history[1]
-        ids.extend(self._encoder.text(after))
-        return Prompt(tuple(ids), head_ids, fact_spans, history, tail_spans, tail_token_count)
+        return self.draft(messages, template_kwargs=template_kwargs).build(facts, tail)
 
-    def _append(self, ids: list[int], facts: Sequence[Fact]) -> tuple[FactSpan, ...]:
-        spans = []
-        for fact in facts:
-            start = len(ids)
-            ids.extend(self.fact_ids(fact))
-            spans.append(FactSpan(fact.id, start, len(ids)))
-        return tuple(spans)
+    def _text_ids(self, text: str) -> tuple[int, ...]:
+        """Ids of template text. Short pieces come again in every prompt."""
+        return self._piece_ids(text) if len(text) <= _SHORT_CHARS else self._encoder.text(text)
 
     def _head_ids(self, system: str | None, options: Mapping[str, Any] | None = None) -> tuple[int, ...]:
         messages = [{"role": "user", "content": ["question"]}]
         if system is not None:
             messages.insert(0, {"role": "system", "content": [system]})
-        return self._encoder.text(self._split(messages, True, False, options or {})[0])
+        return self._encoder.text(self._split(messages, True, options or {}).before)
 
-    def _split(
-        self, messages: list[dict[str, Any]], facts: bool, tail: bool, options: Mapping[str, Any]
-    ) -> tuple[str, str, str]:
+    def _split(self, messages: list[dict[str, Any]], facts: bool, options: Mapping[str, Any]) -> _Pieces:
         """The rendered prompt before the facts, between facts and tail, and behind the tail.
 
         Without facts the first piece is empty. The marks are random, so no text can hold them.
         """
         for _ in range(3):
             facts_mark, tail_mark = (f"INFERSCALE{secrets.token_hex(12)}X" for _ in range(2))
-            placed = self._with_memory(messages, facts_mark if facts else None, tail_mark, tail)
+            placed = self._with_memory(messages, facts_mark if facts else None, tail_mark)
             rendered = self._render(placed, options)
             if rendered.count(tail_mark) == 1 and rendered.count(facts_mark) == int(facts):
                 before, _, rest = rendered.rpartition(facts_mark) if facts else ("", "", rendered)
                 between, found, after = rest.partition(tail_mark)
                 if found:
-                    return before, between, after
+                    return _Pieces(before, between, after)
         raise EngineError(
             "the chat template does not show the system text and the last user message once each and in this "
             "order, so memory has no place in its prompts. Serve the model with another --chat-template."
         )
 
     def _with_memory(
-        self, messages: list[dict[str, Any]], facts_mark: str | None, tail_mark: str, tail: bool
+        self, messages: list[dict[str, Any]], facts_mark: str | None, tail_mark: str
     ) -> list[dict[str, Any]]:
         """`messages` with one system text, the heading, and the marks for facts and tail."""
         system = [_text(message) for message in messages if message["role"] == "system"]
@@ -233,7 +225,7 @@ class PromptBuilder:
         if facts_mark is not None:
             opening += f"\n\n{self.heading}\n{facts_mark}"
         rest = [dict(message) for message in messages if message["role"] != "system"]
-        _prepend(rest[-1], tail_mark + ("\n" if tail else ""))
+        _prepend(rest[-1], tail_mark)
         if self.has_system_role:
             return [{"role": "system", "content": [opening]}, *rest]
         first = next(message for message in rest if message["role"] == "user")
@@ -268,6 +260,106 @@ class PromptBuilder:
             {**message, "content": _text(message) if message["role"] == "tool" else parts}
             for message, parts in zip(messages, as_parts, strict=True)
         ]
+
+
+class Draft:
+    """A prompt whose facts are not chosen yet: the chat template is rendered once for it, on first use.
+
+    Made by `PromptBuilder.draft`. question: text of the last message, which memory is searched for.
+    """
+
+    def __init__(
+        self,
+        builder: PromptBuilder,
+        messages: list[dict[str, Any]],
+        question: str,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.question = question
+        self._builder = builder
+        self._messages = messages
+        self._options = options
+        self._rendered: _Rendered | None = None
+
+    @property
+    def head_ids(self) -> tuple[int, ...]:
+        """`Prompt.head_ids` of every prompt with facts in front."""
+        return self._with_front().head
+
+    @property
+    def num_tokens(self) -> int:
+        """About so many tokens has a prompt with facts in front and in the tail, the facts not counted."""
+        rendered = self._with_front()
+        return (
+            len(rendered.head)
+            + len(rendered.history)
+            + len(self._builder.tail_heading_ids)
+            + len(rendered.question)
+            + 1
+        )
+
+    def build(self, facts: Sequence[Fact] = (), tail: Sequence[Fact] = ()) -> Prompt:
+        """The prompt with `facts` in front and `tail` before the question; see `PromptBuilder.build`."""
+        builder = self._builder
+        if not facts and not tail:
+            return Prompt(builder._encoder.text(builder._render(self._messages, self._options)))
+        rendered = self._with_front() if facts else self._without_front()
+        ids = list(rendered.head)
+        fact_spans = self._append(ids, facts)
+        history_start = len(ids)
+        ids.extend(rendered.history)
+        history = (history_start, len(ids))
+        if tail:
+            ids.extend(builder.tail_heading_ids)
+        tail_spans = self._append(ids, tail)
+        tail_token_count = len(ids) - history[1]
+        ids.extend(builder._encoder.text("\n" + rendered.after) if tail else rendered.question)
+        head_ids = rendered.head if facts else ()
+        return Prompt(tuple(ids), head_ids, fact_spans, history, tail_spans, tail_token_count)
+
+    def _append(self, ids: list[int], facts: Sequence[Fact]) -> tuple[FactSpan, ...]:
+        spans = []
+        for fact in facts:
+            start = len(ids)
+            ids.extend(self._builder.fact_ids(fact))
+            spans.append(FactSpan(fact.id, start, len(ids)))
+        return tuple(spans)
+
+    def _with_front(self) -> _Rendered:
+        """With facts in front. A tail adds a line break before the question, which needs no rendering."""
+        if self._rendered is None:
+            pieces = self._builder._split(self._messages, True, self._options)
+            self._rendered = self._tokenized(pieces)
+        return self._rendered
+
+    def _without_front(self) -> _Rendered:
+        """With a tail only: the system text ends otherwise where no facts follow."""
+        pieces = self._builder._split(self._messages, False, self._options)
+        return self._tokenized(pieces)
+
+    def _tokenized(self, pieces: _Pieces) -> _Rendered:
+        builder = self._builder
+        head = builder._text_ids(pieces.before) if pieces.before else ()
+        return _Rendered(
+            head, builder._text_ids(pieces.between), builder._encoder.text(pieces.after), pieces.after
+        )
+
+
+class _Pieces(NamedTuple):
+    """The rendered prompt before the facts, between facts and tail, and behind the tail."""
+
+    before: str
+    between: str
+    after: str
+
+
+class _Rendered(NamedTuple):
+    """Token ids of the pieces. after: the text of `question`, which follows the tail."""
+
+    head: tuple[int, ...]
+    history: tuple[int, ...]
+    question: tuple[int, ...]
+    after: str
 
 
 def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -252,3 +253,12 @@ def test_the_compiled_path_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     _, injection = order(LAST, np.arange(9), 1)
     side.mover.inject(*injection)
     assert used == [9]
+
+
+def test_the_start_says_how_memory_is_divided(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="inferscale"):
+        side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
+    (line,) = [r.getMessage() for r in caplog.records if "pool" in r.getMessage()]
+    assert f"{SLOTS} tokens" in line
+    assert f"{len(side.slab.data)} tokens" in line
+    assert "facts of 30 tokens" in line

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -25,6 +25,7 @@ import numpy as np
 from inferscale.errors import InvalidInput
 
 Row = dict[str, Any]
+Say = Callable[[str], None]
 
 KEYS = (
     "run", "bench", "metric", "unit", "mode", "k", "model", "hardware", "engine", "commit", "config", "n",
@@ -100,11 +101,19 @@ class BenchRun:
         return row
 
     def add_ratio(
-        self, metric: str, name: str, over: Sequence[float], under: Sequence[float], *, k: int | None = None
+        self,
+        metric: str,
+        name: str,
+        over: Sequence[float],
+        under: Sequence[float],
+        *,
+        k: int | None = None,
+        config: dict[str, Any] | None = None,
     ) -> Row:
         """Paired ratio over/under, such as text/inject: the median and its 95 % bootstrap interval."""
         ratios = np.asarray(over) / np.asarray(under)
-        return self.add(f"{metric}_ratio", "x", ratios.tolist(), mode=name, k=k, ci95=median_interval(ratios))
+        ci95 = median_interval(ratios)
+        return self.add(f"{metric}_ratio", "x", ratios.tolist(), mode=name, k=k, ci95=ci95, config=config)
 
 
 def median_interval(values: np.ndarray[Any, Any]) -> tuple[float, float]:
@@ -146,7 +155,8 @@ def latest_run(rows: Sequence[Row], bench: str) -> list[Row]:
 
 def command() -> str:
     """The command line of this process, ready to be repeated."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    name = Path(sys.argv[0]).name
+    return shlex.join(["inferscale" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
 def environment() -> dict[str, str]:

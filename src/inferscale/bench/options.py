@@ -13,3 +13,61 @@ class TtftOptions:
     ks: tuple[int, ...] = (0, 5, 20, 50, 100)
     num_questions: int = 10
     tail: int = 0
+
+
+@dataclass(frozen=True)
+class ThroughputOptions:
+    """What is measured. users: clients at once, each with a memory of its own; rounds: requests that each
+    sends, one after the other; repeats: how often all modes run in turn; tail: facts that are recomputed."""
+
+    users: int = 100
+    k: int = 50
+    output_tokens: int = 50
+    rounds: int = 2
+    repeats: int = 3
+    tail: int = 0
+
+
+@dataclass(frozen=True)
+class EncodeOptions:
+    """What is measured. num_facts: to encode; in_flight: passes that the engine has at once; baseline:
+    also compute the same passes without keeping anything."""
+
+    num_facts: int = 4000
+    in_flight: int = 256
+    baseline: bool = True
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """What is measured. batches: requests at once; k: facts that they decode behind in the third
+    comparison; alternations: how often both engines are started in turn."""
+
+    batches: tuple[int, ...] = (1, 64)
+    output_tokens: int = 128
+    k: int = 50
+    repeats: int = 3
+    alternations: int = 1
+
+
+@dataclass(frozen=True)
+class E2eOptions:
+    """What is measured. devices: where the embedder runs, measured one after the other."""
+
+    k: int = 50
+    num_questions: int = 20
+    devices: tuple[str, ...] = ("cpu",)
+
+
+@dataclass(frozen=True)
+class RandomTokens:
+    """A workload of random token ids. facts_per_user: default: a fifth more than a question takes."""
+
+    facts_per_user: int | None = None
+    head_tokens: int = 32
+    question_tokens: int = 32
+    seed: int = 0
+
+    def facts_for(self, k: int) -> int:
+        """Facts that a user needs for questions of `k` facts."""
+        return max(self.facts_per_user or 0, k) if self.facts_per_user else max(1, -(-k * 6 // 5))

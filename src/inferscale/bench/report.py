@@ -1,17 +1,15 @@
-"""Tables and plots from rows of results; every number shown is a row."""
+"""Tables from rows of results; every number shown is a row."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 from inferscale.bench.harness import Row
-from inferscale.errors import InferScaleError, InvalidInput
+from inferscale.errors import InvalidInput
 
-_MODES = ("text", "hit", "inject", "none")
-_RATIOS = ("text/inject", "inject/hit")
-_COLOURS = {"text": "#c44e52", "hit": "#8c8c8c", "inject": "#4c72b0", "none": "#55a868"}
+MODES = ("text", "hit", "inject", "none")
+_TTFT_RATIOS = ("text/inject", "inject/hit")
+_RATE_RATIOS = ("inject/text", "inject/hit", "inject/none")
 
 
 def ttft_table(rows: Sequence[Row]) -> str:
@@ -20,20 +18,156 @@ def ttft_table(rows: Sequence[Row]) -> str:
     A k that was cut off is left out; raises InvalidInput where none was finished.
     """
     cells = {(row["k"], row["metric"], row["mode"]): row for row in rows if row["bench"] == "ttft"}
-    columns = [("ttft", mode) for mode in _MODES] + [("ttft_ratio", name) for name in _RATIOS]
+    columns = [("ttft", mode) for mode in MODES] + [("ttft_ratio", name) for name in _TTFT_RATIOS]
     ks = sorted(k for k in {k for k, _, _ in cells} if all((k, *column) in cells for column in columns))
     if not ks:
         raise InvalidInput("the run has no k with all four modes; it was cut off, so run it again.")
-    lines = [
-        "| k | prompt tokens | text | hit | inject | none | text/inject | inject/hit |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = _head("k", "prompt tokens", *MODES, *_TTFT_RATIOS)
     for k in ks:
-        times = [f"{cells[k, 'ttft', mode]['p50']:.1f} ms" for mode in _MODES]
-        ratios = [_ratio(cells[k, "ttft_ratio", name]) for name in _RATIOS]
+        times = [f"{cells[k, 'ttft', mode]['p50']:.1f} ms" for mode in MODES]
+        ratios = [_ratio(cells[k, "ttft_ratio", name]) for name in _TTFT_RATIOS]
         tokens = cells[k, "ttft", "inject"]["config"]["prompt_tokens"]
-        lines.append("| " + " | ".join([str(k), str(tokens), *times, *ratios]) + " |")
-    return "\n".join([*lines, "", *_footer(rows)])
+        lines.append(_line(k, tokens, *times, *ratios))
+    first = next(row for row in rows if row["bench"] == "ttft")
+    lines += [
+        "",
+        f"Medians of {first['n']} questions, four modes in turn; ratios are paired, with the 95 % interval "
+        "of their median.",
+        _source(first),
+    ]
+    for row in rows:
+        if row["metric"] == "tokens_per_stored_token":
+            config = row["config"]
+            what = f"{config['turns']} turns" if "turns" in config else f"{config['facts']} facts"
+            lines.append(
+                f"Encoding {what} with {config['policy']} computed {row['p50']:.2f} tokens per stored token."
+            )
+    return "\n".join(lines)
+
+
+def throughput_table(rows: Sequence[Row]) -> str:
+    """One run: rates, TTFT and time per output token by mode, and the paired ratios of rates."""
+    cells = {(row["metric"], row["mode"]): row for row in rows if row["bench"] == "throughput"}
+    modes = [mode for mode in MODES if ("requests_per_s", mode) in cells]
+    if not modes:
+        raise InvalidInput("the run has no finished mode; it was cut off, so run it again.")
+    lines = _head(
+        "mode", "requests/s", "output tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99", "prefilled"
+    )
+    for mode in modes:
+        ttft, tpot = cells["ttft", mode], cells.get(("tpot", mode))
+        per_token = [f"{tpot[q]:.2f} ms" if tpot else "" for q in ("p50", "p99")]
+        lines.append(
+            _line(
+                mode,
+                _rate(cells["requests_per_s", mode]),
+                _rate(cells["output_tokens_per_s", mode]),
+                f"{ttft['p50']:.1f} ms",
+                f"{ttft['p99']:.1f} ms",
+                *per_token,
+                ttft["config"]["prefilled_tokens"],
+            )
+        )
+    ratios = [
+        f"{name} {_ratio(cells['requests_per_s_ratio', name])}"
+        for name in _RATE_RATIOS
+        if ("requests_per_s_ratio", name) in cells
+    ]
+    first = cells["requests_per_s", modes[0]]
+    config = first["config"]
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{config['users']} users at once, each {config['rounds']} requests one after the other, "
+            f"k={first['k']}, {config['output_tokens']} output tokens, {first['n']} repeats of all modes in "
+            f"turn. Requests/s: {', '.join(ratios)}.",
+            _source(first),
+        ]
+    )
+
+
+def encode_table(rows: Sequence[Row]) -> str:
+    """One run: how fast facts were encoded, and what computing the same passes took."""
+    cells = {(row["metric"], row["mode"]): row for row in rows if row["bench"] == "encode"}
+    lines = _head("", "stored tokens/s", "facts/s", "computed tokens/s")
+    metrics = ("stored_tokens_per_s", "encode_rate", "computed_tokens_per_s")
+    for mode in ("encode", "compute only"):
+        found = [cells.get((metric, mode)) for metric in metrics]
+        if any(found):
+            lines.append(_line(mode, *(_rate(row) if row else "" for row in found)))
+    cost = next((row for row in rows if row["metric"] == "tokens_per_stored_token"), None)
+    if len(lines) == 2 or cost is None:
+        raise InvalidInput("the run was cut off, so run it again.")
+    config = cost["config"]
+    what = f"{config['turns']} turns" if "turns" in config else f"{config['facts']} facts"
+    told = f"{what}, {config['policy']}: {cost['p50']:.2f} tokens computed per stored token."
+    return "\n".join([*lines, "", told, _source(cost)])
+
+
+def plain_table(rows: Sequence[Row]) -> str:
+    """Any rows as they are; what differs between their configs stands beside them."""
+    shown = [
+        name
+        for name in dict.fromkeys(name for row in rows for name in row["config"])
+        if len({repr(row["config"].get(name)) for row in rows}) > 1
+    ]
+    lines = _head("metric", "mode", "k", *shown, "n", "p50", "p90", "p99", "unit")
+    for row in rows:
+        config = [row["config"].get(name, "") for name in shown]
+        ends = [row["mode"] or "", "" if row["k"] is None else row["k"]]
+        p50 = _ratio(row) if "ci95" in row and row["unit"] == "x" else f"{row['p50']:.4g}{_interval(row)}"
+        numbers = [row["n"], p50, f"{row['p90']:.4g}", f"{row['p99']:.4g}", row["unit"]]
+        lines.append(_line(row["metric"], *ends, *config, *numbers))
+    return "\n".join([*lines, "", _source(rows[0])])
+
+
+_TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
+    "ttft": ttft_table,
+    "throughput": throughput_table,
+    "encode": encode_table,
+}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """One run, in the form of its benchmark (that of its last row)."""
+    return _TABLES.get(rows[-1]["bench"], plain_table)(rows)
+
+
+def latest_runs(rows: Sequence[Row]) -> dict[tuple[str, str, str], list[Row]]:
+    """(bench, model, hardware) → the rows of its last run; for `ttft` with what else that run measured."""
+    last: dict[tuple[str, str, str], str] = {}
+    for row in rows:  # a run's id begins with its time
+        key = (row["bench"], row["model"], row["hardware"])
+        last[key] = max(last.get(key, ""), row["run"])
+    return {
+        key: [row for row in rows if row["run"] == run and (row["bench"] == key[0] or key[0] == "ttft")]
+        for key, run in sorted(last.items())
+    }
+
+
+def report(rows: Sequence[Row]) -> str:
+    """Markdown: a table for the last run of each benchmark, model and hardware."""
+    parts = []
+    for (bench, model, hardware), run in latest_runs(rows).items():
+        try:
+            shown = _TABLES.get(bench, plain_table)(run)
+        except InvalidInput as error:
+            shown = f"Run {run[0]['run']}: {error}"
+        parts.append(f"## {bench}: {model} on {hardware}\n\n{shown}\n")
+    return "\n".join(parts)
+
+
+def _head(*names: str) -> list[str]:
+    return [_line(*names), _line(*["---"] * len(names))]
+
+
+def _line(*cells: object) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
+
+
+def _rate(row: Row) -> str:
+    return f"{row['p50']:,.0f}" if row["p50"] >= 1000 else f"{row['p50']:.1f}"
 
 
 def _ratio(row: Row) -> str:
@@ -41,55 +175,9 @@ def _ratio(row: Row) -> str:
     return f"{row['p50']:.2f}× ({low:.2f} to {high:.2f})"
 
 
-def _footer(rows: Sequence[Row]) -> list[str]:
-    first = next(row for row in rows if row["bench"] == "ttft")
-    lines = [
-        f"Medians of {first['n']} questions, four modes in turn; ratios are paired, with the 95 % interval "
-        "of their median.",
-        f"{first['model']}, {first['engine']}, {first['hardware']}, commit {first['commit']}, "
-        f"run {first['run']}.",
-    ]
-    for row in rows:
-        if row["metric"] == "tokens_per_stored_token":
-            lines.append(
-                f"Encoding {row['config']['turns']} turns with {row['config']['policy']} computed "
-                f"{row['p50']:.2f} tokens per stored token."
-            )
-    return lines
+def _interval(row: Row) -> str:
+    return f" ({row['ci95'][0]:.4g} to {row['ci95'][1]:.4g})" if "ci95" in row else ""
 
 
-def check_plotting() -> None:
-    """Raise InferScaleError unless plots can be drawn: better before measuring than after."""
-    if find_spec("matplotlib") is None:
-        raise InferScaleError(
-            "Plots need matplotlib, which is not installed. Run `make setup`, or "
-            "`pip install inferscale[bench]`."
-        )
-
-
-def plot_ttft(rows: Sequence[Row], path: Path) -> None:
-    """TTFT over k as a PNG, one line a mode, shaded from the median to the 90th percentile."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), dpi=150)
-    for mode, colour in _COLOURS.items():
-        points = sorted(
-            (r["k"], r["p50"], r["p90"]) for r in rows if r["metric"] == "ttft" and r["mode"] == mode
-        )
-        ks, p50, p90 = zip(*points, strict=True)
-        axes.plot(ks, p50, marker="o", color=colour, label=mode)
-        axes.fill_between(ks, p50, p90, color=colour, alpha=0.15)
-    first = next(row for row in rows if row["metric"] == "ttft")
-    axes.set_yscale("log")
-    axes.set_xlabel("facts in the prompt (k)")
-    axes.set_ylabel("time to first token, ms (log scale)")
-    axes.set_title(f"{first['model']}, {first['engine']}\n{first['hardware']}", fontsize=9)
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
+def _source(row: Row) -> str:
+    return f"{row['model']}, {row['engine']}, {row['hardware']}, commit {row['commit']}, run {row['run']}."

@@ -1,7 +1,15 @@
 """The catalog: facts, vectors, encodings and epochs in one SQLite file. The only SQL of the project."""
 
-from inferscale.catalog.catalog import CATALOG_FILE, Catalog, Deletion, ScopeEpoch, VectorChanges, VectorMark
-from inferscale.catalog.passes import EncodePass, Encoding
+from inferscale.catalog.catalog import (
+    CATALOG_FILE,
+    Catalog,
+    Deletion,
+    FoundFacts,
+    ScopeEpoch,
+    VectorChanges,
+    VectorMark,
+)
+from inferscale.catalog.passes import EncodePass, Encoding, NewPass
 
 __all__ = [
     "CATALOG_FILE",
@@ -9,6 +17,8 @@ __all__ = [
     "Deletion",
     "EncodePass",
     "Encoding",
+    "FoundFacts",
+    "NewPass",
     "ScopeEpoch",
     "VectorChanges",
     "VectorMark",

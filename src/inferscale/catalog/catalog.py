@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from inferscale.catalog import passes as _passes
 from inferscale.catalog import rows as _rows
 from inferscale.catalog.database import ChangeToken, Database
-from inferscale.catalog.passes import EncodePass, Encoding
+from inferscale.catalog.passes import EncodePass, Encoding, NewPass
 from inferscale.errors import CatalogError, EmbedderMismatch, InvalidInput, UnknownFact
 from inferscale.facts import Fact, Scope, Turn
 
@@ -43,6 +43,18 @@ class Deletion(NamedTuple):
     fact: Fact
     keys: tuple[str, ...]
     epochs: tuple[ScopeEpoch, ...]
+
+
+class FoundFacts(NamedTuple):
+    """Facts as one read of the catalog saw them.
+
+    facts: by sequence number. keys: fact id → key of its KV, for those encoded for the model asked
+    for. epoch: of the filter.
+    """
+
+    facts: dict[int, Fact]
+    keys: dict[str, str]
+    epoch: int
 
 
 class VectorMark(NamedTuple):
@@ -159,6 +171,19 @@ class Catalog:
         return {
             fact.seq: fact for fact in self._facts("WHERE f.seq IN (SELECT value FROM json_each(?))", wanted)
         }
+
+    def found_facts(self, filter: Scope, seqs: Iterable[int], model: str | None = None) -> FoundFacts:
+        """Facts by sequence number, their keys for `model` (None: no keys) and the epoch of `filter`.
+
+        Facts that do not exist (any more) are left out.
+        """
+        wanted = list(seqs)
+        clause = "WHERE f.seq IN (SELECT value FROM json_each(?))"
+        with self._database.read() as connection:
+            facts = {fact.seq: fact for fact in _rows.select_facts(connection, clause, json.dumps(wanted))}
+            keys = {} if model is None else _passes.current_keys(connection, model, wanted)
+            epoch = _rows.read_epoch(connection, filter)
+        return FoundFacts(facts, {facts[seq].id: key for seq, key in keys.items() if seq in facts}, epoch)
 
     def facts(self, filter: Scope, limit: int | None = None, after: int = 0) -> list[Fact]:
         """Facts under `filter` (all for an empty one) and above `after`, at most `limit`, in seq order."""
@@ -286,7 +311,22 @@ class Catalog:
         """
         with self._database.write() as connection:
             code = _rows.scope_code(connection, scope)
-            return _passes.record_pass(connection, model, code, window_ids, captured_ids, keys)
+            return _passes.record_pass(connection, model, code, NewPass(window_ids, captured_ids, keys))
+
+    def record_passes(self, model: str, scope: Scope, passes: Sequence[NewPass]) -> list[int | None]:
+        """Store many passes in one transaction, each as by `record_pass`; their ids in order.
+
+        None stands for a pass of which a fact was deleted meanwhile: the others are stored all the same.
+        """
+        pass_ids: list[int | None] = []
+        with self._database.write() as connection:
+            code = _rows.scope_code(connection, scope)
+            for new in passes:
+                try:
+                    pass_ids.append(_passes.record_pass(connection, model, code, new))
+                except UnknownFact:
+                    pass_ids.append(None)
+        return pass_ids
 
     def encodings(self, model: str, fact_ids: Iterable[str]) -> dict[str, Encoding]:
         """Fact id → its newest encoding for this model; facts without one are left out."""

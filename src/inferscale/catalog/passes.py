@@ -45,6 +45,14 @@ class EncodePass(NamedTuple):
     keys: dict[str, str]
 
 
+class NewPass(NamedTuple):
+    """A pass to be stored. keys: of the captured facts, in their order."""
+
+    window_ids: Sequence[str]
+    captured_ids: Sequence[str]
+    keys: Sequence[str]
+
+
 class _Row(NamedTuple):
     """A fact in a pass; `key` is None in the window."""
 
@@ -52,19 +60,14 @@ class _Row(NamedTuple):
     key: str | None
 
 
-def record_pass(
-    connection: sqlite3.Connection,
-    model: str,
-    scope_code: int,
-    window_ids: Sequence[str],
-    captured_ids: Sequence[str],
-    keys: Sequence[str],
-) -> int:
+def record_pass(connection: sqlite3.Connection, model: str, scope_code: int, new: NewPass) -> int:
     """Store a pass and return its id; the same pass as the current one of its facts is not stored twice.
 
     Raises UnknownFact when a fact does not exist (any more) in this exact scope, InvalidInput
-    when a fact stands twice in the pass, nothing is captured or keys are missing.
+    when a fact stands twice in the pass, nothing is captured or keys are missing; nothing of the
+    pass is stored then.
     """
+    window_ids, captured_ids, keys = new
     if not captured_ids or len(captured_ids) != len(keys):
         raise InvalidInput(
             f"a pass captures {len(captured_ids)} facts under {len(keys)} keys; "
@@ -73,8 +76,9 @@ def record_pass(
     fact_ids = [*window_ids, *captured_ids]
     if len(set(fact_ids)) != len(fact_ids):
         raise InvalidInput("a fact stands twice in one encode pass; each may stand there once.")
+    # The plus keeps SQLite from the index on scopes: it would read every fact of the scope for every pass.
     found = connection.execute(
-        "SELECT id, seq FROM facts WHERE scope = ? AND id IN (SELECT value FROM json_each(?))",
+        "SELECT id, seq FROM facts WHERE +scope = ? AND id IN (SELECT value FROM json_each(?))",
         (scope_code, json.dumps(fact_ids)),
     )
     seqs: dict[str, int] = dict(found.fetchall())
@@ -142,6 +146,16 @@ def current_encodings(
         (model, json.dumps(list(fact_ids))),
     )
     return {fact_id: Encoding(key, pass_id, position) for fact_id, key, pass_id, position in found.fetchall()}
+
+
+def current_keys(connection: sqlite3.Connection, model: str, fact_seqs: Iterable[int]) -> dict[int, str]:
+    """Sequence number of a fact → key of its newest encoding for this model, where it has one."""
+    found = connection.execute(
+        "SELECT fact, key FROM encodings WHERE model = ? AND fact IN (SELECT value FROM json_each(?)) "
+        "ORDER BY pass",
+        (model, json.dumps(list(fact_seqs))),
+    )
+    return dict(found.fetchall())
 
 
 def read_passes(connection: sqlite3.Connection, pass_ids: Iterable[int]) -> dict[int, EncodePass]:

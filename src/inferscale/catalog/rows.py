@@ -75,11 +75,16 @@ def scope_code(connection: sqlite3.Connection, scope: Scope) -> int:
 
 
 def select_facts(connection: sqlite3.Connection, clause: str, *values: object) -> list[Fact]:
-    rows = connection.execute(_FACTS + clause, values)
-    return [
-        Fact(id, seq, Scope(*scope), text, speaker, said_at, created_at, json.loads(metadata))
-        for id, seq, *scope, text, speaker, said_at, created_at, metadata in rows.fetchall()
-    ]
+    """Facts of a read; those of one scope share it, and each has metadata of its own."""
+    scopes: dict[tuple[str | None, ...], Scope] = {}
+    facts = []
+    for row in connection.execute(_FACTS + clause, values).fetchall():
+        fact_id, seq, user_id, agent_id, run_id, text, speaker, said_at, created_at, metadata = row
+        ids = (user_id, agent_id, run_id)
+        scope = scopes.get(ids) or scopes.setdefault(ids, Scope(*ids))
+        own = {} if metadata == "{}" else json.loads(metadata)
+        facts.append(Fact(fact_id, seq, scope, text, speaker, said_at, created_at, own))
+    return facts
 
 
 class EmbedderIdentity(NamedTuple):

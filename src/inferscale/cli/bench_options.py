@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, get_args
 
 import click
 
@@ -15,7 +15,7 @@ from inferscale.bench.options import RandomTokens
 from inferscale.cli.engine import model_path, prepare_engine, start_errors
 from inferscale.cli.options import COUNT, POSITIVE, read_size
 from inferscale.cli.output import emit, say
-from inferscale.config import EncodingConfig
+from inferscale.config import EncodingConfig, InjectionPath
 from inferscale.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class EngineChoice(NamedTuple):
     gpu_memory_utilization: float | None
     max_num_batched_tokens: int | None
     dtype: str | None
+    injection_path: InjectionPath
     engine_arg: tuple[str, ...]
     verbose: bool
 
@@ -67,6 +68,7 @@ class EngineChoice(NamedTuple):
             gpu_memory_utilization=self.gpu_memory_utilization,
             max_num_batched_tokens=self.max_num_batched_tokens,
             dtype=self.dtype,
+            injection_path=self.injection_path,
             extra=read_engine_args(self.engine_arg),
         )
 
@@ -161,6 +163,13 @@ def engine_options(command: F) -> F:
         ),
         click.option("--max-num-batched-tokens", type=POSITIVE, help="Most tokens of one step."),
         click.option("--dtype", metavar="TYPE", help="Such as bfloat16. Default: the model's."),
+        click.option(
+            "--injection-path",
+            type=click.Choice(get_args(InjectionPath)),
+            default="auto",
+            show_default=True,
+            help="How KV is moved; fused refuses to start where its kernels cannot run.",
+        ),
         click.option(
             "--engine-arg",
             metavar="NAME=JSON",

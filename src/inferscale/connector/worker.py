@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from inferscale.budget import budget_report
 from inferscale.config import ConnectorConfig
 from inferscale.connector.layout import BlockLayout, LayerCache, check_layout, probe_layout
 from inferscale.connector.messages import StepOrders, StepReport
@@ -48,13 +49,14 @@ class WorkerSide:
         self.block_size = block_size
         self.failed_blocks: set[int] = set()
         self._report = StepReport()
+        self._cache_tokens = num_blocks * block_size
         self._layouts = self._probe(num_blocks)
         self.slab = self._allocate(free_bytes())
         self.mover: Mover = choose_mover(
             self.slab,
             Caches(layers, self._layouts),
             rotary,
-            num_blocks * block_size,
+            self._cache_tokens,
             config.injection_path,
             compile=config.compile_injection,
         )
@@ -91,14 +93,25 @@ class WorkerSide:
                 "vLLM less (--gpu-memory-utilization on a GPU, VLLM_CPU_KVCACHE_SPACE on a CPU)."
             )
         slab = Slab(pages, self.config.page_size_tokens, shape, self.dtype, self.device)
-        logger.info(
-            "KV pool: %.2f GiB on %s, %d tokens (%d bytes each)",
-            needed / 2**30,
-            self.device,
-            pages * self.config.page_size_tokens,
-            token_bytes,
-        )
+        logger.info("%s", self._describe(slab, free_bytes - needed))
         return slab
+
+    def _describe(self, slab: Slab, free_bytes: int) -> str:
+        """How this worker's memory is divided. What torch holds besides caches and pool is the model."""
+        cache_bytes = sum(layer.cache.numel() * layer.cache.element_size() for layer in self.layers)
+        pool_bytes = slab.data.numel() * slab.data.element_size()
+        is_cuda = self.device.type == "cuda"
+        held_bytes = torch.cuda.memory_allocated(self.device) if is_cuda else 0
+        return budget_report(
+            device=str(self.device),
+            model_bytes=held_bytes - cache_bytes - pool_bytes if is_cuda else None,
+            cache_bytes=cache_bytes,
+            cache_tokens=self._cache_tokens,
+            pool_bytes=pool_bytes,
+            pool_tokens=len(slab.data),
+            page_size_tokens=slab.page_size_tokens,
+            free_bytes=free_bytes,
+        )
 
     # one step ---------------------------------------------------------------------------------
 

@@ -7,16 +7,20 @@ nothing of facts and of where vectors are kept. torch and transformers are loade
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from inferscale.errors import EngineMissing
+from inferscale.retrieval.bert import BertEncoder, Network, network_of, pooled
 from inferscale.retrieval.index import torch_device
+from inferscale.retrieval.lone_thread import alone
+from inferscale.retrieval.query_graphs import QueryGraphs
 
 if TYPE_CHECKING:
     import torch
@@ -25,6 +29,9 @@ MAX_TOKENS = 256
 """Only so many tokens of a text, special ones included, decide its vector, as the model was trained."""
 MAX_BATCH_TOKENS = 8192
 """Upper bound of tokens in one forward pass, padding included."""
+
+_SHORT_TOKENS = 64
+"""Up to this length a single text is embedded by one thread."""
 
 
 @runtime_checkable
@@ -43,21 +50,28 @@ class Embedder(Protocol):
 
 
 class _Model(NamedTuple):
-    tokenizer: Any
-    network: Any
+    """encode: texts → token ids, special ones included and cut to the limit. graphs: on CUDA only."""
+
+    encode: Callable[[Sequence[str]], list[list[int]]]
+    network: Network
+    dim: int
+    pad_id: int
     device: torch.device
-    max_tokens: int
+    graphs: QueryGraphs | None
 
 
 class SentenceEmbedder:
     """A BERT-like encoder with mean pooling, in float32.
 
-    path_or_name: a local folder, or a name on the Hugging Face hub. device: a torch device.
-    name: recorded with the vectors; by default the last part of `path_or_name`, so that a local
-    copy and the hub's `sentence-transformers/all-MiniLM-L6-v2` are the same embedder.
+    path_or_name: a local folder, or a name on the Hugging Face hub. device: a torch device, or
+    `auto` for a GPU where there is one. name: recorded with the vectors; by default the last part of
+    `path_or_name`, so that a local copy and the hub's `sentence-transformers/all-MiniLM-L6-v2` are the
+    same embedder.
 
     The vector of a text does not depend on the other texts of a call (to 1e-5). Of a text with
-    more than 256 tokens the first 256 decide. Raises EngineMissing where no model can be loaded.
+    more than 256 tokens the first 256 decide. A single text, which is what a search embeds, takes a
+    shorter way: unpadded on a CPU, as a CUDA graph on a GPU. Raises EngineMissing where no model can
+    be loaded.
     """
 
     def __init__(self, path_or_name: str | Path, device: str = "cpu", name: str | None = None) -> None:
@@ -75,51 +89,92 @@ class SentenceEmbedder:
     @property
     def dim(self) -> int:
         with self._lock:
-            return int(self._load().network.config.hidden_size)
+            return self._load().dim
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        import torch
-
-        with self._lock, torch.inference_mode():
+        with self._lock:
             model = self._load()
-            vectors = np.zeros((len(texts), model.network.config.hidden_size), dtype=np.float32)
-            if not texts:
-                return vectors
-            encoded = model.tokenizer(list(texts), truncation=True, max_length=model.max_tokens)
-            token_ids: list[list[int]] = encoded["input_ids"]
-            for rows in _batches([len(ids) for ids in token_ids]):
-                batch = model.tokenizer.pad(
-                    {"input_ids": [token_ids[row] for row in rows]}, return_tensors="pt"
-                )
-                inputs = {name: tensor.to(model.device) for name, tensor in batch.items()}
-                states = model.network(**inputs).last_hidden_state
-                vectors[rows] = _pooled(states, inputs["attention_mask"]).cpu().numpy()
-            return vectors
+            token_ids = model.encode(texts) if texts else []
+            if len(token_ids) == 1 and model.graphs is not None:
+                vector = model.graphs.embed(token_ids[0])
+                if vector is not None:
+                    return vector.reshape(1, -1)
+            is_short = len(token_ids) == 1 and len(token_ids[0]) <= _SHORT_TOKENS
+            if is_short and model.device.type == "cpu":
+                return alone("embed", lambda: _embed_batches(model, token_ids))
+            return _embed_batches(model, token_ids)
 
     def _load(self) -> _Model:
         if self._model is not None:
             return self._model
+        import torch
         from transformers import AutoModel, AutoTokenizer
 
         device = torch_device(self._device, "embedder_device")
         is_local = Path(self._source).is_dir()
         try:
-            with _no_progress_bar():
+            with no_progress_bar():
                 tokenizer: Any = AutoTokenizer.from_pretrained(self._source, local_files_only=is_local)
-                network: Any = AutoModel.from_pretrained(self._source, local_files_only=is_local)
+                model: Any = AutoModel.from_pretrained(self._source, local_files_only=is_local)
         except (OSError, ValueError) as error:
             raise EngineMissing(
                 f"the embedder {self._source!r} is neither a folder with a model nor to be had from the "
                 f"Hugging Face hub ({error}). Give the folder of a sentence-embedding model as embedder, "
                 "or leave it out."
             ) from error
-        limit = min(MAX_TOKENS, int(tokenizer.model_max_length), int(network.config.max_position_embeddings))
-        self._model = _Model(tokenizer, network.float().eval().to(device), device, limit)
+        max_tokens = min(
+            MAX_TOKENS, int(tokenizer.model_max_length), int(model.config.max_position_embeddings)
+        )
+        dim = int(model.config.hidden_size)
+        with torch.inference_mode():
+            network = network_of(model.float().eval().to(device))
+            # transformers' own networks may look at the mask on the host, which cannot be captured.
+            has_graphs = device.type == "cuda" and isinstance(network, BertEncoder)
+            graphs = QueryGraphs(network, device, dim, max_tokens) if has_graphs else None
+        encode = _encoding(tokenizer, max_tokens)
+        self._model = _Model(encode, network, dim, tokenizer.pad_token_id or 0, device, graphs)
         return self._model
 
 
+def _encoding(tokenizer: Any, max_tokens: int) -> Callable[[Sequence[str]], list[list[int]]]:
+    """Texts → ids as `tokenizer` gives them, without the time it takes around its fast backend."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        return lambda texts: list(tokenizer(list(texts), truncation=True, max_length=max_tokens)["input_ids"])
+    fast = Tokenizer.from_str(backend.to_str())
+    fast.no_padding()
+    fast.enable_truncation(max_tokens, direction=tokenizer.truncation_side)
+
+    def encode(texts: Sequence[str]) -> list[list[int]]:
+        if len(texts) == 1:
+            return [fast.encode(texts[0]).ids]
+        return [encoding.ids for encoding in fast.encode_batch(list(texts))]
+
+    return encode
+
+
+def _embed_batches(model: _Model, token_ids: Sequence[list[int]]) -> NDArray[np.float32]:
+    """float32 [n, dim] of the texts with these ids, padded only where their lengths differ."""
+    import torch
+
+    vectors = np.zeros((len(token_ids), model.dim), dtype=np.float32)
+    with torch.inference_mode():
+        for rows in _batches([len(ids) for ids in token_ids]):
+            longest = max(1, len(token_ids[rows[-1]]))
+            padded = np.full((len(rows), longest), model.pad_id, dtype=np.int64)
+            lengths = np.array([len(token_ids[row]) for row in rows])
+            for place, row in enumerate(rows):
+                padded[place, : lengths[place]] = token_ids[row]
+            is_padded = bool(lengths[0] < longest)
+            mask = torch.from_numpy(np.arange(longest) < lengths[:, None]) if is_padded else None
+            mask = None if mask is None else mask.to(model.device)
+            states = model.network(torch.from_numpy(padded).to(model.device), mask)
+            vectors[rows] = pooled(states, mask).cpu().numpy()
+    return vectors
+
+
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
     """Loading takes a moment only, and transformers' bar would stand in the caller's terminal."""
     from transformers.utils import logging
 
@@ -140,13 +195,5 @@ def _batches(lengths: Sequence[int]) -> Iterator[list[int]]:
             yield batch
             batch = []
         batch.append(row)
-    yield batch
-
-
-def _pooled(states: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-    """Mean of the unmasked states, L2-normalised: [n, tokens, dim] and [n, tokens] → [n, dim]."""
-    import torch
-
-    mask = attention_mask.unsqueeze(-1).to(states.dtype)
-    mean = (states * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1.0)
-    return torch.nn.functional.normalize(mean, dim=-1)
+    if batch:
+        yield batch

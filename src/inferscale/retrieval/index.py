@@ -1,19 +1,25 @@
 """Exact cosine search over all vectors of a catalog, on the torch device the operator chooses.
 
 Rows belong to exact scopes, known here as integer codes only; a filter arrives as the set of
-codes it covers, and the k best are taken after filtering. Knows nothing of text and storage.
+codes it covers, and the k best are taken after filtering. Scores are float32. A search waits for the
+device once: product, filter and top-k are queued together and come back in one copy. Knows nothing of
+text and storage.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from inferscale.errors import InvalidConfig, InvalidInput
+from inferscale.retrieval.lone_thread import alone
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +29,15 @@ TIE = 1e-6
 
 _FIRST_CAPACITY = 256
 _GATHER_BELOW = 8
-"""Rows of a filter are gathered before scoring where they are fewer than one in so many."""
+"""On a CPU, rows of a filter are gathered before scoring where they are fewer than one in so many."""
+_SPARE = 32
+"""So many rows more than k are fetched at once, to find those that are as good as the k-th."""
+_SMALL = 2_000_000
+"""Up to so many numbers are searched by one thread of a CPU; it takes less than a millisecond."""
+_LISTED_ON = ("cpu",)
+"""Devices on which a filter is a list of rows: to make one, the rows are counted, and waited for."""
+_NUM_FILTERS = 256
+"""Filters whose rows are remembered until a row is added or removed."""
 
 
 class IndexHit(NamedTuple):
@@ -34,22 +48,28 @@ class IndexHit(NamedTuple):
 
 
 def torch_device(name: str, setting: str) -> torch.device:
-    """The torch device `name`. Raises InvalidConfig, naming `setting`, where this machine has none such."""
+    """The torch device `name`, `auto` being a GPU where there is one and else the CPU.
+
+    Raises InvalidConfig, naming `setting`, where this machine has none such.
+    """
     import torch
 
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:
         raise InvalidConfig(
             f"{setting} is {name!r}, which torch cannot use here ({str(error).splitlines()[0]}). "
-            "Allowed are 'cpu' and the accelerators of this machine, such as 'cuda' or 'cuda:0'."
+            "Allowed are 'cpu', 'auto' and the accelerators of this machine, such as 'cuda' or 'cuda:0'."
         ) from error
 
 
 class VectorIndex:
     """float32 vectors [n, dim] with ids (larger is newer) and scope codes. Safe from several threads.
 
-    Rows are dense: removal moves the last rows into the gaps and zeroes what they leave.
+    device: a torch device or `auto`. Rows are dense: removal moves the last rows into the gaps and
+    zeroes what they leave.
     """
 
     def __init__(self, dim: int, device: str = "cpu") -> None:
@@ -59,6 +79,7 @@ class VectorIndex:
         self._rows: dict[int, int] = {}
         self._table: _Table | None = None
         self._max_code = 0
+        self._filters: dict[frozenset[int], _Filter] = {}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -81,9 +102,11 @@ class VectorIndex:
             first, end = len(self._rows), len(self._rows) + len(ids)
             self._max_code = max(self._max_code, *scope_codes) if scope_codes else self._max_code
             table = self._table = _grown(self._table, end, self.dim, self._device_name)
-            table.vectors[first:end] = _tensor(unit, table)
-            table.ids[first:end] = _tensor(np.asarray(ids, dtype=np.int64), table)
-            table.codes[first:end] = _tensor(np.asarray(scope_codes, dtype=np.int64), table)
+            self._filters.clear()
+            with table.queue():
+                table.vectors[first:end] = table.tensor(unit)
+                table.ids[first:end] = table.tensor(np.asarray(ids, dtype=np.int64))
+                table.codes[first:end] = table.tensor(np.asarray(scope_codes, dtype=np.int64))
             self._rows.update(zip(ids, range(first, end), strict=True))
 
     def remove(self, ids: Iterable[int]) -> int:
@@ -92,17 +115,19 @@ class VectorIndex:
             gone = sorted({self._rows.pop(id) for id in set(ids) if id in self._rows})
             if not gone or self._table is None:
                 return 0
+            self._filters.clear()
             table, end = self._table, len(self._rows) + len(gone)
             kept = len(self._rows)
             holes = [row for row in gone if row < kept]
             movers = sorted(set(range(kept, end)) - set(gone))
-            if holes:
-                moved_ids = table.ids[movers].tolist()
-                for tensor in table:
-                    tensor[holes] = tensor[movers]
-                self._rows.update(zip(moved_ids, holes, strict=True))
-            for tensor in table:
-                tensor[kept:end] = 0
+            with table.queue():
+                if holes:
+                    moved_ids = table.ids[movers].tolist()
+                    for tensor in table.tensors():
+                        tensor[holes] = tensor[movers]
+                    self._rows.update(zip(moved_ids, holes, strict=True))
+                for tensor in table.tensors():
+                    tensor[kept:end] = 0
             return len(gone)
 
     def search(
@@ -118,17 +143,21 @@ class VectorIndex:
             table, count = self._table, len(self._rows)
             if table is None or k <= 0 or count == 0:
                 return []
-            rows = None if scope_codes is None else _rows_of(table.codes[:count], scope_codes, self._max_code)
-            if rows is not None and rows.shape[0] == 0:
+            within = None if scope_codes is None else self._filter(table, count, scope_codes)
+            if within is not None and within.is_empty():
                 return []
-            scores = _scores(table.vectors[:count], rows, _tensor(unit, table)).clamp(-1, 1)
-            threshold = scores.topk(min(k, scores.shape[0])).values[-1]
-            near = (scores >= threshold - TIE).nonzero().squeeze(-1)
-            ids = table.ids[near if rows is None else rows[near]]
-            found = [
-                IndexHit(id, score) for id, score in zip(ids.tolist(), scores[near].tolist(), strict=True)
-            ]
-        return _ranked(found)[:k]
+            found = _searched(table, count, within, unit, k)
+        return _ranked(found, k)
+
+    def _filter(self, table: _Table, count: int, scope_codes: Collection[int]) -> _Filter:
+        """The rows of these scopes; remembered until rows change."""
+        codes = frozenset(scope_codes)
+        found = self._filters.get(codes)
+        if found is None:
+            if len(self._filters) >= _NUM_FILTERS:
+                self._filters.clear()
+            found = self._filters[codes] = _filter_of(table, count, codes, self._max_code)
+        return found
 
     def _unit(self, vectors: NDArray[np.float32], num_rows: int) -> NDArray[np.float32]:
         if vectors.shape != (num_rows, self.dim) or not np.isfinite(vectors).all():
@@ -141,12 +170,38 @@ class VectorIndex:
         return unit
 
 
-class _Table(NamedTuple):
-    """vectors float32 [capacity, dim], ids int64 [capacity], codes int64 [capacity], on one device."""
+@dataclass(frozen=True)
+class _Table:
+    """vectors float32 [capacity, dim], ids int64 [capacity], codes int64 [capacity], on one device.
+
+    stream: where all work on them is queued, on CUDA; threads differ in their current stream.
+    """
 
     vectors: torch.Tensor
     ids: torch.Tensor
     codes: torch.Tensor
+    stream: torch.cuda.Stream | None
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.vectors, self.ids, self.codes
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        """Work inside is queued on the table's stream."""
+        if self.stream is None:
+            yield
+            return
+        import torch
+
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def tensor(self, array: NDArray[np.generic]) -> torch.Tensor:
+        """A copy on the device; CUDA has read the array when this returns, but is not waited for."""
+        import torch
+
+        on_host = torch.from_numpy(np.ascontiguousarray(array))
+        return on_host.to(self.ids.device, non_blocking=True)
 
 
 def _grown(table: _Table | None, num_rows: int, dim: int, device_name: str) -> _Table:
@@ -158,52 +213,137 @@ def _grown(table: _Table | None, num_rows: int, dim: int, device_name: str) -> _
     old = 0 if table is None else table.ids.shape[0]
     capacity = max(_FIRST_CAPACITY, 2 * old, num_rows)
     device = torch_device(device_name, "embedder_device") if table is None else table.ids.device
-    grown = _Table(
-        torch.zeros((capacity, dim), dtype=torch.float32, device=device),
-        torch.zeros(capacity, dtype=torch.int64, device=device),
-        torch.zeros(capacity, dtype=torch.int64, device=device),
-    )
-    if table is not None:
-        for target, source in zip(grown, table, strict=True):
-            target[:old] = source
+    stream = table.stream if table is not None else _stream(device)
+    with nullcontext() if stream is None else torch.cuda.stream(stream):
+        grown = _Table(
+            torch.zeros((capacity, dim), dtype=torch.float32, device=device),
+            torch.zeros(capacity, dtype=torch.int64, device=device),
+            torch.zeros(capacity, dtype=torch.int64, device=device),
+            stream,
+        )
+        if table is not None:
+            for target, source in zip(grown.tensors(), table.tensors(), strict=True):
+                target[:old] = source
     return grown
 
 
-def _rows_of(codes: torch.Tensor, allowed: Collection[int], max_code: int) -> torch.Tensor:
-    """Rows whose code is allowed, int64 [m]."""
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
     import torch
 
-    is_allowed = torch.zeros(max_code + 1, dtype=torch.bool)
-    is_allowed[[code for code in allowed if 0 <= code <= max_code]] = True
-    return is_allowed.to(codes.device)[codes].nonzero().squeeze(-1)
+    return torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
-def _scores(vectors: torch.Tensor, rows: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
-    """Dot products of `rows` (None: all) with the query: [n, dim], [m], [dim] → [m].
+class _Filter(NamedTuple):
+    """Some rows of a table of n: their numbers, int64 [m], or what is outside of them, bool [n]."""
 
-    Gathering the few rows of one user is cheaper than scoring everybody's; gathering many is not.
+    rows: torch.Tensor | None
+    outside: torch.Tensor | None
+
+    def is_empty(self) -> bool:
+        """Whether it is known to hold no row."""
+        return self.rows is not None and self.rows.shape[0] == 0
+
+    def num_scored(self, count: int) -> int:
+        """How many of `count` rows are multiplied with the query."""
+        is_gathered = self.rows is not None and _GATHER_BELOW * self.rows.shape[0] < count
+        return self.rows.shape[0] if self.rows is not None and is_gathered else count
+
+
+def _filter_of(table: _Table, count: int, allowed: frozenset[int], max_code: int) -> _Filter:
+    """The rows of the first `count` whose code is allowed."""
+    import torch
+
+    codes, known = table.codes[:count], [code for code in allowed if 0 <= code <= max_code]
+    is_outside = np.ones(max_code + 1, dtype=np.bool_)
+    is_outside[known] = False
+    if codes.device.type in _LISTED_ON:
+        listed = codes.numpy()  # numpy asks no other thread for help
+        inside = listed == known[0] if len(known) == 1 else ~is_outside[listed]
+        return _Filter(torch.from_numpy(np.flatnonzero(inside)), None)
+    with table.queue():
+        return _Filter(None, codes != known[0] if len(known) == 1 else table.tensor(is_outside)[codes])
+
+
+def _searched(table: _Table, count: int, within: _Filter | None, unit: NDArray[np.float32], k: int) -> _Found:
+    """The k best of the filter's rows among the first `count`; see `_best`."""
+
+    def search() -> _Found:
+        with table.queue():
+            scores = _scores(table.vectors[:count], within, table.tensor(unit))
+            return _best(scores, table.ids, within, k)
+
+    num_scored = within.num_scored(count) if within is not None else count
+    is_small = num_scored * len(unit) <= _SMALL and table.ids.device.type == "cpu"
+    return alone("search", search) if is_small else search()
+
+
+def _scores(vectors: torch.Tensor, within: _Filter | None, query: torch.Tensor) -> torch.Tensor:
+    """Dot products in [-1, 1] of the filter's rows (None: of all) with the query: [n, dim], [dim] → [m].
+
+    Without row numbers all n rows are scored, -inf those outside. On a CPU gathering the few rows of one
+    user is cheaper than scoring everybody's; gathering many is not.
     """
-    if rows is None:
-        return vectors @ query
-    if _GATHER_BELOW * rows.shape[0] < vectors.shape[0]:
-        return vectors[rows] @ query
-    return (vectors @ query)[rows]
+    if within is None:
+        return (vectors @ query).clamp(-1, 1)
+    if within.rows is None:
+        assert within.outside is not None
+        return (vectors @ query).clamp_(-1, 1).masked_fill_(within.outside, -math.inf)
+    if within.num_scored(vectors.shape[0]) < vectors.shape[0]:
+        return (vectors[within.rows] @ query).clamp(-1, 1)
+    return (vectors @ query)[within.rows].clamp(-1, 1)
 
 
-def _tensor(array: NDArray[np.float32] | NDArray[np.int64], table: _Table) -> torch.Tensor:
+class _Found(NamedTuple):
+    """Scores float64 [m] and ids int64 [m] on the host."""
+
+    scores: NDArray[np.float64]
+    ids: NDArray[np.int64]
+
+
+def _best(scores: torch.Tensor, ids: torch.Tensor, within: _Filter | None, k: int) -> _Found:
+    """The k best of `scores`, [m] or -inf, and at least all that are equal to the k-th."""
+    fetched = scores.topk(min(k + _SPARE, scores.shape[0]))
+    found = _fetched(fetched.values, fetched.indices, ids, within)
+    num_found = len(found.scores)
+    has_all = num_found == scores.shape[0] or num_found < fetched.values.shape[0]
+    if num_found <= k or has_all or found.scores[-1] < found.scores[k - 1] - TIE:
+        return found
+    # More are equal to the k-th than were fetched: ask for every one of them.
+    near = (scores >= found.scores[k - 1] - TIE).nonzero().squeeze(-1)
+    return _fetched(scores[near], near, ids, within)
+
+
+def _fetched(scores: torch.Tensor, places: torch.Tensor, ids: torch.Tensor, within: _Filter | None) -> _Found:
+    """The scores [m] that are finite, with their ids, in their order, in one copy from the device.
+
+    places: of the scores among the filter's rows, int64 [m].
+    """
     import torch
 
-    return torch.from_numpy(np.ascontiguousarray(array)).to(table.ids.device)
+    rows = places if within is None or within.rows is None else within.rows[places]
+    # Both fit into float64 exactly: ids of a catalog stay far below 2^53.
+    copied = torch.stack((scores.double(), ids[rows].double())).cpu().numpy()
+    is_row = copied[0] > -math.inf
+    return _Found(copied[0][is_row], copied[1][is_row].astype(np.int64))
 
 
-def _ranked(found: list[IndexHit]) -> list[IndexHit]:
-    """Best first; within a group of equal scores newest first, all with the group's best score."""
-    ranked: list[IndexHit] = []
-    group: list[IndexHit] = []
-    for hit in [*sorted(found, key=lambda hit: -hit.score), None]:
-        if hit is not None and group and group[0].score - hit.score <= TIE:
-            group.append(hit)
-            continue
-        ranked += [IndexHit(id, group[0].score) for id in sorted((h.id for h in group), reverse=True)]
-        group = [] if hit is None else [hit]
-    return ranked
+def _ranked(found: _Found, k: int) -> list[IndexHit]:
+    """The k best first; within a group of equal scores newest first, all with the group's best score."""
+    order = np.lexsort((-found.ids, -found.scores))
+    scores, ids = found.scores[order], found.ids[order]
+    is_near = scores[:-1] - scores[1:] <= TIE
+    if is_near[:k].any():
+        scores, ids = _grouped(scores, ids)
+    return [IndexHit(id, score) for id, score in zip(ids[:k].tolist(), scores[:k].tolist(), strict=True)]
+
+
+def _grouped(scores: NDArray[np.float64], ids: NDArray[np.int64]) -> _Found:
+    """Falling scores with those of a group made equal, and its ids made to fall."""
+    scores, ids = scores.copy(), ids.copy()
+    start = 0
+    while start < len(scores):
+        end = start + int(np.searchsorted(-scores[start:], TIE - scores[start], side="right"))
+        scores[start:end] = scores[start]
+        ids[start:end] = np.sort(ids[start:end])[::-1]
+        start = end
+    return _Found(scores, ids)

@@ -1,0 +1,129 @@
+"""`inferscale bench throughput`: many users at once, each with a memory of its own, modes in turn.
+
+A closed loop: every user sends its next request when its last one is done, each with another question
+and another choice and order of its facts. In `hit` a user's facts and their order stay the same from
+request to request, and their blocks were put into vLLM's prefix cache before: the best that exact
+prefix caching can do. The prefix cache is emptied before each mode. All modes run `repeats` times in
+turn, so that ratios are paired.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from inferscale.bench.arms import (
+    MODES,
+    TokenCounts,
+    check_fits,
+    checked_counts,
+    prime_of,
+    request_of,
+    summarize,
+)
+from inferscale.bench.encode import Encoding
+from inferscale.bench.engine import BenchEngine
+from inferscale.bench.harness import BenchRun, Row, Say
+from inferscale.bench.load import Served, drive
+from inferscale.bench.options import ThroughputOptions
+from inferscale.bench.workload import Asked
+from inferscale.offline import GenerationRequest
+
+_WARM_UP_TOKENS = 4
+_RATIOS = (("inject", "text"), ("hit", "text"), ("inject", "hit"), ("inject", "none"))
+
+
+class _Pass(NamedTuple):
+    """One mode, once: all requests of all users."""
+
+    seconds: float
+    served: list[Served]
+    counts: list[TokenCounts]
+
+
+def measure_throughput(
+    engine: BenchEngine, encoding: Encoding, options: ThroughputOptions, run: BenchRun, say: Say
+) -> list[Row]:
+    """Measure on an engine that holds the facts of all users; append rows and return them.
+
+    Raises EngineError for a request that did not run as its mode says: nothing is written then.
+    """
+    first = len(run.rows)
+    asked = [
+        [encoding.workload.ask(user, number, options.k, options.tail) for number in range(options.rounds)]
+        for user in range(options.users)
+    ]
+    for one in asked:
+        check_fits(one[0], options.output_tokens, engine.offline.max_model_len)
+    for mode in MODES:
+        _run_mode(engine, encoding, mode, [one[:1] for one in asked], _WARM_UP_TOKENS)
+    passes: dict[str, list[_Pass]] = {mode: [] for mode in MODES}
+    for repeat in range(options.repeats):
+        for mode in _rotated(repeat):
+            done = _run_mode(engine, encoding, mode, asked, options.output_tokens)
+            passes[mode].append(done)
+            say(f"  {mode}: {len(done.served) / done.seconds:.1f} requests/s")
+    _add_rows(engine, options, passes, run)
+    return run.rows[first:]
+
+
+def _run_mode(
+    engine: BenchEngine, encoding: Encoding, mode: str, asked: list[list[Asked]], output_tokens: int
+) -> _Pass:
+    engine.reset_prefix_cache()
+    if mode == "hit":
+        primes = iter([prime_of(questions[0]) for questions in asked])
+        drive(engine.offline, [primes] * len(asked))
+        asked = [_same_facts(questions) for questions in asked]
+    requests = [[request_of(mode, one, encoding, output_tokens) for one in questions] for questions in asked]
+    lanes: list[Iterator[GenerationRequest]] = [iter(ones) for ones in requests]
+    start_s = time.perf_counter()
+    served = drive(engine.offline, lanes)
+    seconds = time.perf_counter() - start_s
+    counts = [
+        checked_counts(mode, question, one.request, one.generation, engine.block_size)
+        for questions, ones in zip(asked, served, strict=True)
+        for question, one in zip(questions, ones, strict=True)
+    ]
+    return _Pass(seconds, [one for ones in served for one in ones], counts)
+
+
+def _same_facts(questions: list[Asked]) -> list[Asked]:
+    """The first question's facts in its order, behind them the others' questions."""
+    first = questions[0]
+    return [first._replace(hit_rest=one.hit_rest) for one in questions]
+
+
+def _rotated(repeat: int) -> list[str]:
+    turn = repeat % len(MODES)
+    return [*MODES[turn:], *MODES[:turn]]
+
+
+def _add_rows(
+    engine: BenchEngine, options: ThroughputOptions, passes: dict[str, list[_Pass]], run: BenchRun
+) -> None:
+    shared: dict[str, Any] = {
+        "users": options.users,
+        "rounds": options.rounds,
+        "output_tokens": options.output_tokens,
+        "counters": engine.counters(),
+        "loop": "closed: a user's next request is sent when its last one is done",
+    }
+    rates: dict[str, list[float]] = {}
+    for mode, ones in passes.items():
+        config = {**shared, **summarize([counts for one in ones for counts in one.counts])}
+        served = [request for one in ones for request in one.served]
+        rates[mode] = [len(one.served) / one.seconds for one in ones]
+        tokens = [sum(len(r.generation.token_ids) for r in one.served) / one.seconds for one in ones]
+        values = {
+            "requests_per_s": ("requests/s", rates[mode]),
+            "output_tokens_per_s": ("tokens/s", tokens),
+            "ttft": ("ms", [one.ttft_ms for one in served]),
+            "tpot": ("ms", [one.tpot_ms for one in served if one.tpot_ms is not None]),
+        }
+        for metric, (unit, series) in values.items():
+            if series:
+                run.add(metric, unit, series, mode=mode, k=options.k, config=config)
+    for over, under in _RATIOS:
+        run.add_ratio("requests_per_s", f"{over}/{under}", rates[over], rates[under], k=options.k)
