@@ -14,6 +14,7 @@ from cases import LAYOUTS, Sizes, check_capture, check_injection, make
 from inferscale.errors import UnsupportedLayout
 from inferscale.kernels.fused import FusedMover
 from inferscale.kernels.geometry import geometry_of
+from inferscale.kernels.staging import NUM_BUFFERS, Staging
 from inferscale.pool.slab import RowShape, Slab
 
 pytest.importorskip("triton")
@@ -73,7 +74,7 @@ def test_a_step_larger_than_its_staging_buffer(device: str) -> None:
     case = make("nhd", Sizes(tokens=20, layers=1), torch.float32, interleaved=False, seed=1, device=device)
     mover = case.mover(interpret=device == "cpu", max_tokens=4)
     expected = case.expected()
-    for _ in range(5):  # more often than there are buffers
+    for _ in range(3):
         mover.inject(case.rows, case.slots, case.deltas)
     found = case.logical[0].reshape(expected[0].shape)
     torch.testing.assert_close(found, expected[0], equal_nan=True, rtol=1e-5, atol=1e-5)
@@ -88,6 +89,18 @@ def test_zeroed_pages_and_no_others(device: str) -> None:
         rows = slice(page * 8, page * 8 + 8)
         expected = torch.zeros_like(before[rows]) if page in (0, 4) else before[rows]
         assert torch.equal(case.slab.data[rows], expected), page
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("capacity", [1, 5000])
+def test_tables_reach_the_device_whatever_their_size(device: str, capacity: int) -> None:
+    """More of them than there are buffers, of growing and shrinking sizes."""
+    staging = Staging(capacity, torch.device(device))
+    rng = np.random.default_rng(0)
+    for size in [1, 3, 1024, 1025, 7, 2049, 30_000, 5, *rng.integers(1, 4000, 3 * NUM_BUFFERS)]:
+        columns = [rng.integers(-(2**31), 2**31, size).astype(np.int32) for _ in range(3)]
+        found = staging.put(columns)[: 3 * size].cpu().numpy()
+        assert (found == np.concatenate(columns)).all(), size
 
 
 def test_a_layout_that_is_no_sum_of_strides_has_no_geometry() -> None:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from inferscale.budget import budget_report
 from inferscale.config import ConnectorConfig

@@ -1,8 +1,9 @@
 """Step tables on their way to the device: pinned buffers used in turn, one asynchronous copy each.
 
 A table is written into the next pinned buffer and copied to the device on the current stream, so the
-kernel behind it on that stream finds it. A pinned buffer is written again only after its copy is done;
-with several of them the host never waits in practice, and nothing is allocated once they are made.
+kernel behind it on that stream finds it. A pinned buffer is written again only after its copy is done:
+an event behind each half of the buffers says so for all of that half, since recording one for every
+table would take longer than the copy's own launch. Nothing is allocated once the buffers are made.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ import torch
 
 Int32Array = npt.NDArray[np.int32]
 
-NUM_BUFFERS = 4
+NUM_BUFFERS = 8
+_STEP = 1024
+"""Copies are of so many numbers, or of twice as many, four times …: their views are made once."""
 
 
 class _Buffer(NamedTuple):
-    """pinned and its numpy view on the host, and their counterpart on the device; int32 [capacity]."""
+    """pinned and its numpy view on the host, and their counterpart on the device; int32 [capacity].
+
+    views: by size, the first so many numbers of both.
+    """
 
     pinned: torch.Tensor
     host: Int32Array
     device: torch.Tensor
-    copied: torch.cuda.Event | None
+    views: dict[int, tuple[torch.Tensor, torch.Tensor]]
 
 
 class Staging:
@@ -33,36 +39,52 @@ class Staging:
 
     def __init__(self, capacity: int, device: torch.device) -> None:
         self._device = device
+        self._is_cuda = device.type == "cuda"
         self._buffers: list[_Buffer] = []
+        self._copied: list[torch.cuda.Event] = []
         self._next = 0
         self._allocate(capacity)
 
     def _allocate(self, capacity: int) -> None:
-        is_cuda = self._device.type == "cuda"
-        self._buffers = []
-        for _ in range(NUM_BUFFERS if is_cuda else 1):
-            pinned = torch.zeros(capacity, dtype=torch.int32, pin_memory=is_cuda)
-            device = torch.zeros(capacity, dtype=torch.int32, device=self._device) if is_cuda else pinned
-            self._buffers.append(
-                _Buffer(pinned, pinned.numpy(), device, torch.cuda.Event() if is_cuda else None)  # type: ignore[no-untyped-call]
-            )
+        capacity = _rounded(capacity)
+        self._buffers, self._next = [], 0
+        for _ in range(NUM_BUFFERS):
+            pinned = torch.zeros(capacity, dtype=torch.int32, pin_memory=self._is_cuda)
+            device = torch.zeros_like(pinned, device=self._device) if self._is_cuda else pinned
+            self._buffers.append(_Buffer(pinned, pinned.numpy(), device, {}))
+        self._copied = [torch.cuda.Event() for _ in range(2)] if self._is_cuda else []  # type: ignore[no-untyped-call]
 
     def put(self, columns: Sequence[Int32Array]) -> torch.Tensor:
         """Columns one behind the other, int32, on the device; good until the current stream has used it."""
-        total = sum(len(column) for column in columns)
+        total = 0
+        for column in columns:
+            total += len(column)
         if total > len(self._buffers[0].host):
-            if self._device.type == "cuda":
+            if self._is_cuda:
                 torch.cuda.current_stream(self._device).synchronize()  # the old buffers may be in use
             self._allocate(2 * total)
-        buffer = self._buffers[self._next]
-        self._next = (self._next + 1) % len(self._buffers)
-        if buffer.copied is not None:
-            buffer.copied.synchronize()  # returns at once, but where the device is several steps behind
+        index = self._next
+        self._next = (index + 1) % NUM_BUFFERS
+        half, place = divmod(index, NUM_BUFFERS // 2)
+        if place == 0 and self._is_cuda:
+            self._copied[half].synchronize()  # of the lap before; long done but in a very long queue
+        buffer = self._buffers[index]
         start = 0
         for column in columns:
-            buffer.host[start : start + len(column)] = column
-            start += len(column)
-        if buffer.copied is not None:
-            buffer.device[:total].copy_(buffer.pinned[:total], non_blocking=True)
-            buffer.copied.record()
+            end = start + len(column)
+            buffer.host[start:end] = column
+            start = end
+        if self._is_cuda:
+            size = _rounded(total)
+            if size not in buffer.views:
+                buffer.views[size] = (buffer.device[:size], buffer.pinned[:size])
+            target, source = buffer.views[size]
+            target.copy_(source, non_blocking=True)
+            if place == NUM_BUFFERS // 2 - 1:
+                self._copied[half].record()
         return buffer.device
+
+
+def _rounded(size: int) -> int:
+    """`_STEP` times a power of two."""
+    return _STEP << max(0, (size - 1) // _STEP).bit_length()
