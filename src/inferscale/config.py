@@ -98,9 +98,8 @@ class ConnectorConfig:
                 "out for the default."
             )
         if self.injection_path not in get_args(InjectionPath):
-            raise InvalidConfig(
-                f"injection_path is {self.injection_path!r}; allowed are {', '.join(get_args(InjectionPath))}."
-            )
+            allowed = ", ".join(get_args(InjectionPath))
+            raise InvalidConfig(f"injection_path is {self.injection_path!r}; allowed are {allowed}.")
         if not isinstance(self.compile_injection, bool):
             raise InvalidConfig(
                 f"compile_injection is {self.compile_injection!r}; allowed are true and false without quotes."

@@ -39,8 +39,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from inferscale.connector.connector import InferScaleConnector, WorkerReport
-from inferscale.connector.messages import CaptureOrder, StepOrders, StepReport
+from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.plan import WIRE_KEY, Order, Plan, Segment, Span, salt_of, segment_key, to_wire
+from inferscale.pool.moves import Moves
 
 BLOCK_SIZE = 16
 PAGE_SIZE = 4
@@ -127,7 +128,7 @@ class SymbolicWorker:
             report.done.add(orders.step)
         return (report if report.done else None), failed
 
-    def capture(self, order: CaptureOrder, requests: dict[str, Request]) -> None:
+    def capture(self, moves: Moves, requests: dict[str, Request]) -> None:
         exact = {
             (token_id, position, context)
             for request in requests.values()
@@ -135,8 +136,10 @@ class SymbolicWorker:
                 zip(request.prompt_token_ids, cold_contexts(request.prompt_token_ids), strict=True)
             )
         }
-        for slot, row in zip(order.slots.tolist(), order.rows.tolist(), strict=True):
+        rows, slots, positions = (column.tolist() for column in moves.expand(BLOCK_SIZE))
+        for row, slot, position in zip(rows, slots, positions, strict=True):
             symbol = self.cache[slot]
+            assert symbol.position == position
             assert not self.captures_are_exact or symbol in exact, (
                 f"captured {symbol}: not as a cold prefill has it"
             )
@@ -145,10 +148,9 @@ class SymbolicWorker:
     def before_forward(self, orders: StepOrders) -> None:
         self.failed_blocks.update(orders.failed_blocks)
         if orders.injection is not None:
-            rows, slots, deltas = (column.tolist() for column in orders.injection)
-            for row, slot, delta in zip(rows, slots, deltas, strict=True):
-                symbol = self.pool[row]
-                self.cache[slot] = symbol._replace(position=symbol.position + delta)
+            rows, slots, positions = (column.tolist() for column in orders.injection.expand(BLOCK_SIZE))
+            for row, slot, position in zip(rows, slots, positions, strict=True):
+                self.cache[slot] = self.pool[row]._replace(position=position)
         for page in [] if orders.zero_pages is None else orders.zero_pages.tolist():
             for row in range(page * PAGE_SIZE, (page + 1) * PAGE_SIZE):
                 self.pool.pop(row, None)

@@ -88,25 +88,6 @@ def test_claiming_fails_after_vllm_counts_on_our_tokens(
     check_nothing_left(engine)
 
 
-def test_the_allocated_blocks_cannot_be_read(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    class NoBlocks:
-        get_block_ids = staticmethod(broken)
-
-    update = engine.connector.update_state_after_alloc
-    monkeypatch.setattr(
-        engine.connector,
-        "update_state_after_alloc",
-        lambda request, blocks, n: update(request, NoBlocks(), n),
-    )
-    engine.chat("c", FACT + QUESTION, FACT)
-    engine.add("plain", [1, 2, 3])
-    engine.run()
-    assert engine.finish_reasons["c"] == "error"
-    assert engine.finish_reasons["plain"] == "length", "it counted on nothing of ours"
-    assert errors(engine) == 1, "the blocks of a plain request are not even asked for"
-    check_nothing_left(engine)
-
-
 @pytest.mark.parametrize(
     "method",
     ["_build_injection", "_follow_blocks", "_build_capture", "_take_broken_blocks", "take_freed_pages"],

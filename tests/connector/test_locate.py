@@ -37,7 +37,7 @@ def placed(items: list[Located]) -> Placement:
 def run_of(items: list[Located], computed: int, limit: int, is_resident: Callable[[str], bool]) -> Run:
     def resident_run(keys: Sequence[str], lengths: Sequence[int]) -> list[Entry]:
         there = takewhile(lambda item: is_resident(item[0]), zip(keys, lengths, strict=True))
-        return [Entry(key, length, 0, np.empty(0), np.empty(0), 0) for key, length in there]
+        return [Entry(key, length, np.empty(0), b"", 0) for key, length in there]
 
     return leading_run(placed(items), computed, limit, resident_run)
 

@@ -15,6 +15,7 @@ from inferscale.connector.layout import LayerCache, probe_layout
 from inferscale.connector.movement import Caches, PortableMover, choose_mover
 from inferscale.errors import UnsupportedLayout
 from inferscale.kernels.fused import FusedMover
+from inferscale.pool.moves import Moves, single_run
 from inferscale.pool.slab import RowShape, Slab
 from inferscale.rope import Rotary
 
@@ -41,7 +42,7 @@ def slab_of(layers: list[LayerCache]) -> Slab:
 def choose(layers: list[LayerCache], path: Any = "auto", *, interpret: bool = True) -> Any:
     slab = slab_of(layers)
     caches = caches_of(layers)
-    return choose_mover(slab, caches, rotary(), 20, path, compile=False, interpret=interpret)
+    return choose_mover(slab, caches, rotary(), BLOCK, 20, path, compile=False, interpret=interpret)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -57,18 +58,20 @@ def test_regular_layouts_are_served_by_the_kernels_and_others_are_not(name: str)
 def test_the_kernels_move_what_the_portable_path_moves() -> None:
     layers = [flash_03x(BLOCKS, BLOCK, HEADS, DIM, torch.float32) for _ in range(3)]
     slab, caches = slab_of(layers), caches_of(layers)
-    fused = choose_mover(slab, caches, rotary(), 20, "auto", compile=False, interpret=True)
+    fused = choose_mover(slab, caches, rotary(), BLOCK, 20, "auto", compile=False, interpret=True)
     assert isinstance(fused, FusedMover)
     assert slab.data.eq(0).all(), "nothing of the check is left in the slab"
-    rows, slots = np.array([3, 4, 9, 23], dtype=np.int32), np.array([4, 5, 11, 19], dtype=np.int32)
-    fused.capture(slots, rows)
-    to, deltas = np.array([8, 9, 10, 6], dtype=np.int32), np.array([0, 7, 7, -30], dtype=np.int32)
+    rows = np.array([3, 4, 9, 23], dtype=np.int32)
+    fused.capture(single_run(rows, 1, [1, 4], BLOCK))
+    assert slab.origins[[3, 4, 9, 23]].tolist() == [1, 2, 3, 4]
+    to = single_run(rows, 4 * 7 + 2, [0] * 7 + [2, 3], BLOCK)
+    slab.origins[[3, 23]] = torch.tensor([30, 900], dtype=torch.int32)
     caches_before = [layer.cache.clone() for layer in layers]
-    fused.inject(rows, to, deltas)
+    fused.inject(to)
     found = [layer.cache.clone() for layer in layers]
     for layer, cache in zip(layers, caches_before, strict=True):
         layer.cache.copy_(cache)
-    PortableMover(slab, caches, rotary(), compile=False).inject(rows, to, deltas)
+    PortableMover(slab, caches, rotary(), BLOCK, compile=False).inject(to)
     for layer, cache in zip(layers, found, strict=True):
         torch.testing.assert_close(layer.cache, cache, rtol=1e-5, atol=1e-5)
     fused.zero(np.array([2], dtype=np.int32))
@@ -82,8 +85,9 @@ def test_kernels_that_give_something_else_are_not_trusted(
 ) -> None:
     original = getattr(FusedMover, broken)
 
-    def shifted(self: FusedMover, first: Any, second: Any, *rest: Any) -> None:
-        original(self, first, np.roll(second, 1), *rest)
+    def shifted(self: FusedMover, moves: Moves) -> None:
+        rows, _, _ = moves.expand(BLOCK)
+        original(self, single_run(np.roll(rows, 1), 0, [0], BLOCK))
 
     monkeypatch.setattr(FusedMover, broken, shifted)
     layers = [flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)]
@@ -111,7 +115,7 @@ def test_layers_that_differ_take_the_portable_path() -> None:
     ]
     layouts = [probe_layout(layer, BLOCKS) for layer in layers]
     mover = choose_mover(
-        slab_of(layers), Caches(layers, layouts), rotary(), 20, "auto", compile=False, interpret=True
+        slab_of(layers), Caches(layers, layouts), rotary(), BLOCK, 20, "auto", compile=False, interpret=True
     )
     assert isinstance(mover, PortableMover)
 

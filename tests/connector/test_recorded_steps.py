@@ -96,8 +96,7 @@ class Replay:
         assert self.side.num_matched_tokens(self.requests[call["id"]], call["computed"]) == call["offered"]
 
     def claim(self, call: dict[str, Any]) -> None:
-        blocks = SimpleNamespace(get_block_ids=lambda: (call["blocks"],))
-        self.side.claim(self.requests[call["id"]], blocks, call["external"])
+        self.side.claim(self.requests[call["id"]], call["external"])
 
     def build(self, call: dict[str, Any]) -> None:
         output = output_of(call["output"])
@@ -149,12 +148,13 @@ def test_replay(path: Path) -> None:
     captures = [orders.capture for orders in replay.orders if orders.capture is not None]
     injections = [orders.injection for orders in replay.orders if orders.injection is not None]
     # The first span ends in the first chunk, the second in the one after the resume.
-    assert [len(capture.rows) for capture in captures] == [30, 17]
-    slots = [slot for capture in captures for slot in capture.slots.tolist()]
+    assert [len(capture.expand(BLOCK_SIZE).rows) for capture in captures] == [30, 17]
+    slots = [slot for capture in captures for slot in capture.expand(BLOCK_SIZE).slots.tolist()]
     assert slots == replay.slots("encode", 1, 48)
     assert len(injections) == 1
-    assert injections[0].slots.tolist() == replay.slots("chat", 0, 47) + replay.slots("aborted", 0, 30)
-    assert injections[0].deltas.tolist() == [-31] * 17 + [16] * 30 + [-1] * 30
+    injected = injections[0].expand(BLOCK_SIZE)
+    assert injected.slots.tolist() == replay.slots("chat", 0, 47) + replay.slots("aborted", 0, 30)
+    assert injected.positions.tolist() == [*range(47), *range(30)]
     stats = replay.side.stats()
     assert stats["open_requests"] == stats["open_steps"] == 0
     assert stats["preemptions"] == 2
@@ -179,6 +179,6 @@ def test_v1_resumes_are_followed_without_the_preempted_ids(path: Path) -> None:
         slot
         for orders in replay.orders
         if orders.capture is not None
-        for slot in orders.capture.slots.tolist()
+        for slot in orders.capture.expand(BLOCK_SIZE).slots.tolist()
     ]
     assert slots == replay.slots("encode", 1, 48)

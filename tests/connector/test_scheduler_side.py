@@ -7,7 +7,6 @@ shown that each slot held the right KV. See `symbolic_engine.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ def test_capture_over_chunked_prefill(make_engine: Make, runner: str, depth: int
     while engine.scheduler.has_requests():
         output = engine.step()
         orders = output.kv_connector_metadata.orders
-        seen.append(0 if orders.capture is None else len(orders.capture.rows))
+        seen.append(0 if orders.capture is None else len(orders.capture.expand(16).rows))
     engine.drain()
     assert [n for n in seen if n] == [30, 17, 9], (
         "a span is captured in the step that computes its last token"
@@ -62,7 +61,6 @@ def test_capture_over_chunked_prefill(make_engine: Make, runner: str, depth: int
     for fact, origin in ((FACT, 1), (OTHER, 31), (THIRD, 48)):
         entry = engine.side.table.get(key_of(fact))
         assert entry is not None
-        assert entry.origin == origin
         rows = entry.rows.tolist()
         assert [engine.worker.pool[row][:2] for row in rows] == [(t, origin + i) for i, t in enumerate(fact)]
 
@@ -321,17 +319,16 @@ def test_fewer_tokens_are_claimed_than_offered(engine: SymbolicEngine) -> None:
     remember(engine, FACT, OTHER)
     request = engine.chat("c", FACT + OTHER + QUESTION, FACT, OTHER)
     side = engine.side
-    blocks = SimpleNamespace(get_block_ids=lambda: ([1, 2, 3, 4],))
     for num_external, pieces in ((32, [30, 2]), (30, [30]), (16, [16]), (0, [])):
         assert side.num_matched_tokens(request, 0) == 47
-        side.claim(request, blocks, num_external)
-        runs = [claim.run for claim in side._claims]
+        side.claim(request, num_external)
+        runs = [run for _, run in side._claims.values()]
         assert sum(run.num_tokens for run in runs) == num_external
         assert [len(run.entries) for run in runs] == ([len(pieces)] if pieces else [])
         side._claims.clear()
     assert side.num_matched_tokens(request, 0) == 47
     with pytest.raises(AssertionError, match="more external tokens"):
-        side.claim(request, blocks, 48)
+        side.claim(request, 48)
 
 
 # aborts ---------------------------------------------------------------------------------------
@@ -598,8 +595,8 @@ def test_blocks_cover_what_is_injected(engine: SymbolicEngine) -> None:
     orders = engine.schedule().kv_connector_metadata.orders
     blocks = engine.scheduler.kv_cache_manager.get_block_ids("c")[0]
     expected = [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(47)]
-    assert orders.injection.slots.tolist() == expected
-    assert orders.injection.deltas.tolist() == [-1] * 30 + [-1] * 17
+    assert orders.injection.expand(16).slots.tolist() == expected
+    assert orders.injection.expand(16).positions.tolist() == list(range(47))
     engine.drain()
     engine.run()
 

@@ -13,9 +13,10 @@ from fake_layers import LAYOUTS, flash_025
 from inferscale.config import ConnectorConfig
 from inferscale.connector import movement
 from inferscale.connector.layout import LayerCache, flat_storage
-from inferscale.connector.messages import CaptureOrder, Injection, StepOrders
+from inferscale.connector.messages import StepOrders
 from inferscale.connector.worker import WorkerSide
 from inferscale.errors import PoolTooLarge, UnsupportedLayout
+from inferscale.pool.moves import Moves, single_run
 from inferscale.rope import Rotary, relocate
 
 BLOCKS, BLOCK, HEADS, DIM = 9, 4, 2, 6
@@ -55,10 +56,20 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-def order(slots: np.ndarray, rows: np.ndarray, deltas: Any) -> tuple[CaptureOrder, Injection]:
-    return CaptureOrder(slots, rows), Injection(
-        rows, FIRST[: len(rows)], np.broadcast_to(deltas, rows.shape).copy()
-    )
+START = 100 * BLOCK
+"""Where injected tokens stand in their prompt."""
+
+
+def order(rows: np.ndarray) -> tuple[Moves, Moves]:
+    """Capture of the slots LAST into rows, and injection from there into the slots FIRST."""
+    last, first = [6, 7, 8], [1, 2, 3]
+    return single_run(rows, 0, last, BLOCK), single_run(rows, START, [0] * 100 + first, BLOCK)
+
+
+def set_deltas(side: WorkerSide, rows: np.ndarray, deltas: Any) -> None:
+    """As if the rows had been captured where injecting them turns them by these."""
+    positions = START + torch.arange(len(rows))
+    side.slab.origins[torch.from_numpy(rows)] = (positions - torch.as_tensor(deltas)).to(torch.int32)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -69,9 +80,10 @@ def test_capture_then_injection_keeps_or_relocates(name: str, dtype: torch.dtype
     deltas = np.array([0, 0, 0, 17, 17, 17, 17, -300, -300, -300, -300, 0])
     originals = [tuple(part.clone() for part in read(side, index, LAST)) for index in range(3)]
     others = [read(side, index, np.arange(BLOCK + 12, SLOTS - 12))[0].clone() for index in range(3)]
-    capture, injection = order(LAST, rows, deltas)
-    side.mover.capture(*capture)
-    side.mover.inject(*injection)
+    capture, injection = order(rows)
+    side.mover.capture(capture)
+    set_deltas(side, rows, deltas)
+    side.mover.inject(injection)
     for index, (keys, values) in enumerate(originals):
         found_keys, found_values = read(side, index, FIRST)
         assert torch.equal(bits(found_values), bits(values))
@@ -93,9 +105,10 @@ def test_layers_of_different_shapes_and_layouts() -> None:
     assert not side.slab.shape.is_uniform
     originals = [tuple(part.clone() for part in read(side, index, LAST)) for index in range(3)]
     rows = np.arange(3, 15)
-    capture, injection = order(LAST, rows, 9)
-    side.mover.capture(*capture)
-    side.mover.inject(*injection)
+    capture, injection = order(rows)
+    side.mover.capture(capture)
+    set_deltas(side, rows, 9)
+    side.mover.inject(injection)
     for index, (keys, values) in enumerate(originals):
         found_keys, found_values = read(side, index, FIRST)
         assert torch.equal(bits(found_values), bits(values))
@@ -108,9 +121,10 @@ def test_alternating_layouts_do_not_mix_their_index_maps() -> None:
     names = ["flash_025", "cpu_packed", "flash_025", "kv_first", "cpu_packed"]
     side = make_worker([LAYOUTS[name](BLOCKS, BLOCK, HEADS, DIM, torch.float32) for name in names])
     originals = [read(side, index, LAST)[0].clone() for index in range(5)]
-    capture, injection = order(LAST, np.arange(12), 0)
-    side.mover.capture(*capture)
-    side.mover.inject(*injection)
+    capture, injection = order(np.arange(12))
+    side.mover.capture(capture)
+    set_deltas(side, np.arange(12), 0)
+    side.mover.inject(injection)
     for index in range(5):
         assert torch.equal(read(side, index, FIRST)[0], originals[index])
 
@@ -121,9 +135,10 @@ def test_a_step_in_pieces(rows_per_piece: int) -> None:
     portable(side)._rows_per_piece = rows_per_piece
     keys = read(side, 0, LAST)[0].clone()
     deltas = np.arange(12) * 3
-    capture, injection = order(LAST, np.arange(20, 32), deltas)
-    side.mover.capture(*capture)
-    side.mover.inject(*injection)
+    capture, injection = order(np.arange(20, 32))
+    side.mover.capture(capture)
+    set_deltas(side, np.arange(20, 32), deltas)
+    side.mover.inject(injection)
     assert torch.equal(read(side, 0, FIRST)[0], relocate(keys, torch.from_numpy(deltas), side.rotary))
 
 
@@ -141,7 +156,7 @@ def test_the_scratch_bound_sets_the_piece(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_step_zeroes_then_injects_then_captures_and_reports() -> None:
     side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
-    capture, injection = order(LAST, np.arange(12), 0)
+    capture, injection = order(np.arange(12))
     side.slab.data.fill_(1)
     side.before_forward(StepOrders(step=3, capture=capture, zero_pages=np.array([0, 5], dtype=np.int32)))
     assert side.slab.data[:4].eq(0).all()
@@ -153,6 +168,7 @@ def test_a_step_zeroes_then_injects_then_captures_and_reports() -> None:
     assert report is not None
     assert (report.done, report.failed_captures) == ({3}, set())
     assert side.take_report() is None
+    set_deltas(side, np.arange(12), 0)
     side.before_forward(StepOrders(step=4, injection=injection))
     side.after_forward(StepOrders(step=4, injection=injection))
     assert torch.equal(read(side, 0, FIRST)[0], read(side, 0, LAST)[0])
@@ -173,7 +189,7 @@ def test_a_failed_write_marks_every_block_of_the_step() -> None:
         raise RuntimeError("no")
 
     side.layers[0].layer.impl.do_kv_cache_update = fails
-    _, injection = order(LAST, np.arange(9), 0)
+    _, injection = order(np.arange(9))
     side.before_forward(StepOrders(step=1, injection=injection, failed_blocks=[7]))
     side.after_forward(StepOrders(step=1, injection=injection))
     assert side.take_failed_blocks() == {1, 2, 3, 7}
@@ -185,7 +201,7 @@ def test_a_failed_write_marks_every_block_of_the_step() -> None:
 
 def test_a_failed_capture_is_reported_and_does_not_raise() -> None:
     side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
-    outside = CaptureOrder(np.array([10**6]), np.array([0]))
+    outside = single_run(np.array([0]), 0, [10**6], BLOCK)
     side.after_forward(StepOrders(step=8, capture=outside))
     report = side.take_report()
     assert report is not None
@@ -250,8 +266,8 @@ def test_the_compiled_path_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(movement, "compile_gather", fake_compile)
     side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)], compile_injection=True)
-    _, injection = order(LAST, np.arange(9), 1)
-    side.mover.inject(*injection)
+    _, injection = order(np.arange(9))
+    side.mover.inject(injection)
     assert used == [9]
 
 

@@ -14,6 +14,7 @@ import torch
 from inferscale.kernels.fused import FusedMover
 from inferscale.kernels.geometry import CacheGeometry, geometry_of
 from inferscale.kernels.reference import make_gather
+from inferscale.pool.moves import Moves, MovesBuilder
 from inferscale.pool.slab import RowShape, Slab
 from inferscale.rope import Rotary, delta_cos_sin
 
@@ -34,26 +35,41 @@ class Sizes(NamedTuple):
 @dataclass
 class Case:
     """logical: per layer a view [slots, 2, heads, dim] over its cache, so that tests read what a backend
-    would; the caches are poisoned with NaN."""
+    would; the caches are poisoned with NaN. moves: several runs of different lengths; block_size: of
+    vLLM's block lists, twice that of the cache where the blocks are split."""
 
     slab: Slab
     caches: list[torch.Tensor]
     logical: list[torch.Tensor]
     geometry: CacheGeometry
     rotary: Rotary
-    rows: np.ndarray
-    slots: np.ndarray
-    deltas: np.ndarray
+    moves: Moves
+    block_size: int
+
+    @property
+    def deltas(self) -> np.ndarray:
+        """Of every token, in the order of `moves.expand`."""
+        expanded = self.moves.expand(self.block_size)
+        return expanded.positions - self.slab.origins.cpu().numpy()[expanded.rows]
 
     def mover(self, *, interpret: bool, max_tokens: int = 64) -> FusedMover:
-        return FusedMover(self.slab, self.caches, self.geometry, self.rotary, max_tokens, interpret=interpret)
+        return FusedMover(
+            self.slab,
+            self.caches,
+            self.geometry,
+            self.rotary,
+            self.block_size,
+            max_tokens,
+            interpret=interpret,
+        )
 
     def expected(self) -> list[torch.Tensor]:
         """Per layer the whole logical cache after injection, by the portable path."""
         device = self.slab.data.device
         deltas = torch.from_numpy(self.deltas.astype(np.int64))
-        rows = torch.from_numpy(self.rows.astype(np.int64)).to(device)
-        slots = torch.from_numpy(self.slots.astype(np.int64)).to(device)
+        expanded = self.moves.expand(self.block_size)
+        rows = torch.from_numpy(expanded.rows.astype(np.int64)).to(device)
+        slots = torch.from_numpy(expanded.slots.astype(np.int64)).to(device)
         cos, sin = (part.to(device) for part in delta_cos_sin(deltas, self.rotary))
         gathered = make_gather(self.rotary)(self.slab.uniform(), rows, cos, sin, (deltas != 0).to(device))
         result = []
@@ -76,25 +92,47 @@ def make(
     generator = torch.Generator().manual_seed(seed)
     rng = np.random.default_rng(seed)
     caches, logical = paged_caches(layout, sizes, dtype, device)
-    num_slots = sizes.blocks * sizes.block
     pages = -(-2 * sizes.tokens // sizes.page) + 1
     shape = RowShape(((sizes.heads, sizes.dim),) * sizes.layers)
     slab = Slab(pages, sizes.page, shape, dtype, torch.device(device))
     slab.data.copy_(torch.randn(slab.data.shape, generator=generator).to(dtype))
     part = sizes.dim if sizes.rotary is None else sizes.rotary
     inv_freq = 1.0 / 10000.0 ** (torch.arange(0, part, 2, dtype=torch.float64) / part)
-    deltas = rng.integers(-20000, 20000, sizes.tokens)
-    deltas[rng.random(sizes.tokens) < 0.3] = 0
+    slab.origins.copy_(torch.from_numpy(rng.integers(0, 20000, len(slab.data))))
+    block_size = sizes.block * (2 if seed % 2 else 1)
+    moves = random_runs(rng, sizes, block_size, len(slab.data))
+    expanded = moves.expand(block_size)
+    for index in rng.permutation(sizes.tokens)[: sizes.tokens // 3]:  # some that do not move
+        slab.origins[int(expanded.rows[index])] = int(expanded.positions[index])
     return Case(
         slab,
         caches,
         logical,
         geometry_for(layout, sizes),
         Rotary(inv_freq, sizes.dim, part, interleaved),
-        rng.permutation(pages * sizes.page)[: sizes.tokens].astype(np.int32),
-        rng.permutation(num_slots)[: sizes.tokens].astype(np.int32),
-        deltas.astype(np.int32),
+        moves,
+        block_size,
     )
+
+
+def random_runs(rng: np.random.Generator, sizes: Sizes, block_size: int, num_rows: int) -> Moves:
+    """`sizes.tokens` tokens in up to three runs, each in blocks of its own, at places of its own."""
+    rows = rng.permutation(num_rows)[: sizes.tokens].astype(np.int32)
+    blocks = rng.permutation(sizes.blocks * sizes.block // block_size).tolist()
+    builder = MovesBuilder(block_size)
+    num_runs = min(3, sizes.tokens)
+    while num_runs > 1 and num_runs * (-(-sizes.tokens // num_runs // block_size) + 1) > len(blocks):
+        num_runs -= 1
+    for part in np.array_split(rows, num_runs):
+        spare = len(blocks) - -(-len(part) // block_size)
+        offset = int(rng.integers(0, block_size)) if spare > 0 else 0
+        first = int(rng.integers(0, 400))
+        own = [blocks.pop() for _ in range(-(-(offset + len(part)) // block_size))]
+        # The blocks in front of the run are named too, and must not be looked at.
+        builder.add(part.tobytes(), first * block_size + offset, [10**6] * first + own)
+    moves = builder.build()
+    assert moves is not None
+    return moves
 
 
 def paged_caches(
@@ -150,9 +188,10 @@ def assert_close(found: torch.Tensor, expected: torch.Tensor, *, ulps: float) ->
 def check_injection(case: Case, *, interpret: bool, ulps: float) -> None:
     """Values, unmoved keys and untouched slots bit for bit; moved keys to a rounding."""
     expected = case.expected()
-    case.mover(interpret=interpret).inject(case.rows, case.slots, case.deltas)
+    case.mover(interpret=interpret).inject(case.moves)
     moved = torch.zeros(len(expected[0]), dtype=torch.bool)
-    moved[torch.from_numpy(case.slots[case.deltas != 0].astype(np.int64))] = True
+    slots = case.moves.expand(case.block_size).slots
+    moved[torch.from_numpy(slots[case.deltas != 0].astype(np.int64))] = True
     for logical, wanted in zip(case.logical, expected, strict=True):
         found = read(logical).cpu()
         wanted = wanted.cpu()
@@ -168,10 +207,12 @@ def check_capture(case: Case, *, interpret: bool) -> None:
     generator = torch.Generator().manual_seed(7)
     for logical in case.logical:
         logical.copy_(torch.randn(logical.shape, generator=generator).to(logical.dtype))
-    before = case.slab.uniform().clone()
-    case.mover(interpret=interpret).capture(case.slots, case.rows)
-    rows = torch.from_numpy(case.rows.astype(np.int64))
-    slots = torch.from_numpy(case.slots.astype(np.int64))
+    before, origins = case.slab.uniform().clone(), case.slab.origins.cpu().clone()
+    case.mover(interpret=interpret).capture(case.moves)
+    expanded = case.moves.expand(case.block_size)
+    rows, slots, positions = (torch.from_numpy(column.astype(np.int64)) for column in expanded)
+    origins[rows] = positions.to(torch.int32)
+    assert torch.equal(case.slab.origins.cpu(), origins)
     for layer, logical in enumerate(case.logical):
         wanted = before[:, layer].cpu()
         wanted[rows] = read(logical).cpu()[slots]

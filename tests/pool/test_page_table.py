@@ -46,10 +46,8 @@ class PageTableMachine(RuleBasedStateMachine):
     def forget(self, key: str) -> None:
         self.freed.append(self.model.pop(key).num_pages)
 
-    @rule(
-        key=st.sampled_from(KEYS), num_tokens=st.integers(1, NUM_PAGES * PAGE + 5), origin=st.integers(0, 99)
-    )
-    def reserve(self, key: str, num_tokens: int, origin: int) -> None:
+    @rule(key=st.sampled_from(KEYS), num_tokens=st.integers(1, NUM_PAGES * PAGE + 5))
+    def reserve(self, key: str, num_tokens: int) -> None:
         if key in self.model:
             assert self.table.holds(key)
             return
@@ -58,7 +56,7 @@ class PageTableMachine(RuleBasedStateMachine):
         fits = needed <= self.free_pages() + evictable
         before = {key: held(self.table, key).pages.tolist() for key in self.model}
         assert self.table.can_reserve(num_tokens) == fits
-        entry = self.table.reserve(key, num_tokens, origin)
+        entry = self.table.reserve(key, num_tokens)
         if not fits:
             assert entry is None
             assert before == {key: held(self.table, key).pages.tolist() for key in self.model}
@@ -69,7 +67,7 @@ class PageTableMachine(RuleBasedStateMachine):
             self.forget(victim)
             self.num_evicted += 1
         self.model[key] = Model(num_tokens)
-        assert (entry.num_tokens, entry.origin, len(entry.pages)) == (num_tokens, origin, needed)
+        assert (entry.num_tokens, entry.num_pages, len(entry.pages)) == (num_tokens, needed, needed)
 
     @rule(key=st.sampled_from(KEYS))
     def commit(self, key: str) -> None:
@@ -140,7 +138,7 @@ def freed(table: PageTable) -> list[int]:
 
 
 def resident(table: PageTable, key: str, num_tokens: int) -> None:
-    assert table.reserve(key, num_tokens, 0) is not None
+    assert table.reserve(key, num_tokens) is not None
     table.commit(key)
 
 
@@ -159,20 +157,20 @@ def test_the_least_recently_used_goes_first() -> None:
 
 def test_an_entry_being_written_is_never_evicted() -> None:
     table = PageTable(2, 4)
-    table.reserve("writing", 4, 0)
+    table.reserve("writing", 4)
     resident(table, "there", 4)
-    assert table.reserve("new", 5, 0) is None, "only one page can be had"
+    assert table.reserve("new", 5) is None, "only one page can be had"
     assert table.is_resident("there"), "nothing is evicted for a segment that does not fit anyway"
-    assert table.reserve("new", 4, 0) is not None
-    assert table.reserve("newer", 1, 0) is None
+    assert table.reserve("new", 4) is not None
+    assert table.reserve("newer", 1) is None
 
 
 def test_a_segment_dropped_while_written_is_freed_when_the_step_is_reported() -> None:
     for end in (PageTable.commit, PageTable.abandon):
         table = PageTable(1, 4)
-        table.reserve("a", 4, 0)
+        table.reserve("a", 4)
         table.drop(["a"])
-        assert table.reserve("b", 1, 0) is None
+        assert table.reserve("b", 1) is None
         end(table, "a")
         assert not table.holds("a")
         assert table.num_resident == 0
@@ -183,7 +181,7 @@ def test_evicted_and_abandoned_pages_are_zeroed_too() -> None:
     table = PageTable(1, 4)
     resident(table, "a", 1)
     resident(table, "b", 1)
-    table.reserve("c", 1, 0)
+    table.reserve("c", 1)
     table.abandon("c")
     assert freed(table) == [0, 0, 0]
 
@@ -193,7 +191,7 @@ def test_rows_run_across_pages_that_are_no_neighbours() -> None:
     for key in "abcde":
         resident(table, key, 4)
     table.drop(["b", "d", "e"])
-    entry = table.reserve("x", 10, 3)
+    entry = table.reserve("x", 10)
     assert entry is not None
     expected = np.array([page * 4 + offset for page in entry.pages.tolist() for offset in range(4)])
     assert entry.rows.dtype == np.int32
@@ -202,7 +200,7 @@ def test_rows_run_across_pages_that_are_no_neighbours() -> None:
 
 def test_rows_of_two_segments_never_meet() -> None:
     table = PageTable(8, 4)
-    entries = [table.reserve(key, 7, 0) for key in "abcd"]
+    entries = [table.reserve(key, 7) for key in "abcd"]
     rows = [row for entry in entries if entry for row in entry.rows.tolist()]
     assert len(set(rows)) == len(rows) == 28
 
@@ -216,7 +214,7 @@ def test_asking_for_room_does_not_walk_the_entries() -> None:
 
     table = PageTable(2, 4)
     resident(table, "a", 4)
-    table.reserve("b", 4, 0)
+    table.reserve("b", 4)
     table._entries = NotToBeWalked(table._entries)
     assert table.can_reserve(4)
     assert not table.can_reserve(5)
@@ -226,7 +224,7 @@ def test_the_resident_run_ends_at_the_first_that_is_missing_or_of_another_length
     table = PageTable(10, 4)
     for key in "abcd":
         resident(table, key, 5)
-    table.reserve("w", 5, 0)
+    table.reserve("w", 5)
 
     def run(keys: str, lengths: list[int]) -> list[str]:
         return [entry.key for entry in table.resident_run(list(keys), lengths)]

@@ -18,6 +18,7 @@ from inferscale.bench.harness import BenchRun
 from inferscale.errors import InferScaleError
 from inferscale.kernels.fused import CAPTURE, INJECT, FusedMover, Tuning
 from inferscale.kernels.geometry import geometry_of
+from inferscale.pool.moves import Moves, single_run
 from inferscale.pool.slab import RowShape, Slab
 from inferscale.rope import Rotary
 
@@ -25,8 +26,6 @@ LARGE_COPY_BYTES = 2 * 10**9
 _WAIT_CYCLES = 400_000
 _FACT_TOKENS = (20, 60)
 _BLOCK = 16
-
-Int32Array = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class KernelShape(NamedTuple):
@@ -42,14 +41,6 @@ class KernelShape(NamedTuple):
 
 
 LLAMA_8B = KernelShape(32, 8, 128)
-
-
-class _Move(NamedTuple):
-    """rows of the slab and slots of the caches, int32 [n]; deltas one number a fact."""
-
-    rows: Int32Array
-    slots: Int32Array
-    deltas: Int32Array
 
 
 class _Scene(NamedTuple):
@@ -117,44 +108,41 @@ def make_mover(
         scene.caches,
         geometry,
         scene.rotary,
+        _BLOCK,
         max_tokens,
         inject_tuning=inject,
         capture_tuning=capture,
     )
 
 
-def make_tables(scene: _Scene, n: int, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """`count` different moves of n tokens as the kernels' tables: of injection, of capture."""
+class Staged(NamedTuple):
+    """Moves, and their table on the device."""
+
+    moves: Moves
+    table: torch.Tensor
+
+
+def make_moves(scene: _Scene, n: int, count: int) -> list[Staged]:
+    """`count` different moves of n tokens: one run, made of facts, as a request with memory has it."""
     rng = np.random.default_rng(n)
-    moves = [_random_move(scene, n, rng) for _ in range(count)]
-
-    def table(*columns: Int32Array) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate(columns)).cuda()
-
-    return [table(*move) for move in moves], [table(move.slots, move.rows) for move in moves]
+    moves = [_random_moves(scene, n, rng) for _ in range(count)]
+    return [Staged(m, torch.frombuffer(bytearray(m.table), dtype=torch.int32).cuda()) for m in moves]
 
 
-def _random_move(scene: _Scene, n: int, rng: np.random.Generator) -> _Move:
+def _random_moves(scene: _Scene, n: int, rng: np.random.Generator) -> Moves:
     size = scene.slab.page_size_tokens
     free_pages = rng.permutation(scene.slab.data.shape[0] // size)
-    rows, deltas, used, total = [], [], 0, 0
+    rows: list[np.ndarray[Any, Any]] = []
+    used = total = 0
     while total < n:
         length = min(int(rng.integers(_FACT_TOKENS[0], _FACT_TOKENS[1] + 1)), n - total)
         pages = free_pages[used : used + -(-length // size)]
         used += len(pages)
         offsets = np.arange(length)
         rows.append(pages[offsets // size] * size + offsets % size)
-        deltas.append(np.full(length, rng.integers(1, 8000)))
         total += length
     blocks = rng.permutation(scene.num_slots // _BLOCK)[: -(-n // _BLOCK)]
-    positions = np.arange(n)
-    slots = blocks[positions // _BLOCK] * _BLOCK + positions % _BLOCK
-    return _Move(
-        *(
-            np.concatenate([column]).astype(np.int32)
-            for column in (np.concatenate(rows), slots, np.concatenate(deltas))
-        )
-    )
+    return single_run(np.concatenate(rows), 0, blocks.tolist(), _BLOCK)
 
 
 def device_times_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
@@ -181,7 +169,9 @@ def _measure(
     say: Callable[[str], None],
 ) -> None:
     mover = make_mover(scene, n)
-    injections, captures = make_tables(scene, n, repeats + 3)
+    staged = make_moves(scene, n, repeats + 3)
+    captured = torch.randint_like(scene.slab.origins, 8000)
+    scene.slab.origins.copy_(captured)
     moved_bytes = n * shape.token_bytes
     source = torch.empty(LARGE_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
@@ -194,8 +184,8 @@ def _measure(
         part = slice(i * spread, i * spread + elements)
         kinds["copy"].append(lambda part=part: target[part].copy_(source[part]))  # type: ignore[misc]
         kinds["copy_2gb"].append(lambda: target.copy_(source))
-        kinds["inject"].append(lambda i=i: mover.launch_inject(injections[i], n))  # type: ignore[misc]
-        kinds["capture"].append(lambda i=i: mover.launch_capture(captures[i], n))  # type: ignore[misc]
+        kinds["inject"].append(lambda i=i: mover.launch_inject(staged[i].table, staged[i].moves))  # type: ignore[misc]
+        kinds["capture"].append(lambda i=i: mover.launch_capture(staged[i].table, staged[i].moves))  # type: ignore[misc]
     for calls in kinds.values():
         device_times_ms(calls[:3])  # compiles and warms up
     times: dict[str, list[float]] = {name: [] for name in kinds}

@@ -137,7 +137,7 @@ class InferScaleConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self.scheduler is not None
         try:
-            self.scheduler.claim(request, blocks, num_external_tokens)
+            self.scheduler.claim(request, num_external_tokens)
         except Exception:  # noqa: BLE001 — an exception here would end the engine
             if num_external_tokens:
                 self.scheduler.fail_claim(request.request_id)

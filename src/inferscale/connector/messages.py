@@ -1,40 +1,19 @@
 """What the scheduler side and the workers say to each other. Pure data: numpy and the standard library.
 
 In production the two sides are different processes, so everything here is pickled once a step;
-that is why orders are a few flat arrays and not objects per token.
+that is why orders are bytes and flat arrays, and not objects per token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from inferscale.pool.moves import Moves
+
 IntArray = npt.NDArray[np.int32]
-
-
-class Injection(NamedTuple):
-    """Pool rows to be written into the paged cache before the forward pass; all requests of a step.
-
-    rows: int32 [n], slab rows. slots: int32 [n], slots of the paged cache (block · block size +
-    offset). deltas: int32 [n], serving position minus capture position of each token.
-    """
-
-    rows: IntArray
-    slots: IntArray
-    deltas: IntArray
-
-
-class CaptureOrder(NamedTuple):
-    """Slots to be copied into pool rows after the forward pass; all spans of a step.
-
-    slots, rows: int32 [n].
-    """
-
-    slots: IntArray
-    rows: IntArray
 
 
 @dataclass
@@ -46,8 +25,8 @@ class StepOrders:
     """
 
     step: int = 0
-    injection: Injection | None = None
-    capture: CaptureOrder | None = None
+    injection: Moves | None = None
+    capture: Moves | None = None
     zero_pages: IntArray | None = None
     failed_blocks: list[int] = field(default_factory=list)
 

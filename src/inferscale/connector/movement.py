@@ -22,6 +22,7 @@ from inferscale.errors import UnsupportedLayout
 from inferscale.kernels.fused import FusedMover
 from inferscale.kernels.geometry import geometry_of
 from inferscale.kernels.reference import GatherFunction, KeysValues, compile_gather, make_gather
+from inferscale.pool.moves import Moves, single_run
 from inferscale.pool.slab import Slab
 from inferscale.rope import Rotary, delta_cos_sin
 
@@ -30,25 +31,25 @@ logger = logging.getLogger(__name__)
 SCRATCH_BYTES = 256 * 2**20
 """Upper bound of the temporary memory of one portable gather; larger steps are cut into pieces."""
 
-_CHECK_DELTAS = (0, 1, -7, 1000, -20000)
+_CHECK_SHIFTS = (0, 1, -7, 1000, -20000)
 
 
 class Mover(Protocol):
-    """Moves KV of all layers between slab rows and slots of the paged caches; int32 arrays [n].
+    """Moves KV of all layers between slab rows and the paged caches.
 
     Work is put on the current stream (or done at once, on a CPU); the caller orders it.
     """
 
-    def inject(self, rows: IntArray, slots: IntArray, deltas: IntArray) -> None:
-        """Slab → keys rotated by delta → paged caches."""
+    def inject(self, moves: Moves) -> None:
+        """Slab → keys rotated to their place in the prompt → paged caches."""
         ...
 
-    def capture(self, slots: IntArray, rows: IntArray) -> None:
-        """Paged caches → slab, bit for bit."""
+    def capture(self, moves: Moves) -> None:
+        """Paged caches → slab, bit for bit; rows remember the position."""
         ...
 
     def zero(self, pages: IntArray) -> None:
-        """Overwrite pages of the slab with zeros."""
+        """Overwrite pages of the slab with zeros; int32 [n]."""
         ...
 
 
@@ -60,10 +61,13 @@ class Caches(NamedTuple):
 
 
 class PortableMover:
-    """Plain torch and vLLM's own write. compile: the rotation, with torch.compile."""
+    """Plain torch and vLLM's own write. block_size: vLLM's. compile: the rotation, with torch.compile."""
 
-    def __init__(self, slab: Slab, caches: Caches, rotary: Rotary, *, compile: bool) -> None:
+    def __init__(self, slab: Slab, caches: Caches, rotary: Rotary, block_size: int, *, compile: bool) -> None:
         self._slab = slab
+        self._block_size = block_size
+        # The slab's origins, on the host: looking them up on a device would wait for it.
+        self._origins = slab.origins.cpu().numpy()
         self._caches = caches
         self._rotary = rotary
         self._device = slab.data.device
@@ -78,7 +82,9 @@ class PortableMover:
             return compile_gather(gather, self._slab.uniform(), self._rotary.rotary_dim // 2)
 
     @torch.inference_mode()
-    def inject(self, rows: IntArray, slots: IntArray, deltas: IntArray) -> None:
+    def inject(self, moves: Moves) -> None:
+        rows, slots, positions = moves.expand(self._block_size)
+        deltas = positions - self._origins[rows]
         for start in range(0, len(rows), self._rows_per_piece):
             piece = slice(start, start + self._rows_per_piece)
             self._inject_piece(rows[piece], slots[piece], deltas[piece])
@@ -106,7 +112,9 @@ class PortableMover:
         return self._gather(pool, every, cos, sin, is_moved)
 
     @torch.inference_mode()
-    def capture(self, slots: IntArray, rows: IntArray) -> None:
+    def capture(self, moves: Moves) -> None:
+        rows, slots, positions = moves.expand(self._block_size)
+        self._origins[rows] = positions
         slot_index, row_index = self._to_device(slots), self._to_device(rows)
         indices: dict[int, torch.Tensor] = {}
         for index, (layer, layout) in enumerate(zip(*self._caches, strict=True)):
@@ -125,6 +133,7 @@ def choose_mover(
     slab: Slab,
     caches: Caches,
     rotary: Rotary,
+    block_size: int,
     max_tokens: int,
     path: InjectionPath,
     *,
@@ -133,22 +142,24 @@ def choose_mover(
 ) -> Mover:
     """The fused kernels where they can run and give what the portable path gives, else that one.
 
-    max_tokens: of the paged cache, the most that one step can inject. Raises UnsupportedLayout where
+    block_size, max_tokens: of vLLM's paged cache. Raises UnsupportedLayout where
     `path` asks for the fused kernels and they cannot serve. interpret: as in FusedMover, for tests.
     """
     if path != "portable" and (slab.data.is_cuda or interpret or path == "fused"):
         try:
-            return _fused(slab, caches, rotary, max_tokens, interpret)
+            return _fused(slab, caches, rotary, block_size, max_tokens, interpret)
         except UnsupportedLayout as error:
             if path == "fused":
                 raise UnsupportedLayout(
                     f"injection_path is 'fused', but {error}. Set it to 'auto' or 'portable'."
                 ) from error
             logger.warning("Injection takes the portable path, which is slower: %s.", error)
-    return PortableMover(slab, caches, rotary, compile=compile)
+    return PortableMover(slab, caches, rotary, block_size, compile=compile)
 
 
-def _fused(slab: Slab, caches: Caches, rotary: Rotary, max_tokens: int, interpret: bool) -> FusedMover:
+def _fused(
+    slab: Slab, caches: Caches, rotary: Rotary, block_size: int, max_tokens: int, interpret: bool
+) -> FusedMover:
     if not slab.data.is_cuda and not interpret:
         raise UnsupportedLayout("the fused kernels need a CUDA GPU")
     first = caches.layouts[0]
@@ -158,25 +169,25 @@ def _fused(slab: Slab, caches: Caches, rotary: Rotary, max_tokens: int, interpre
     if geometry is None:
         raise UnsupportedLayout("the paged cache has no regular strides")
     tensors = [layer.cache for layer in caches.layers]
-    mover = FusedMover(slab, tensors, geometry, rotary, max_tokens, interpret=interpret)
-    _check(mover, slab, caches, rotary)
+    mover = FusedMover(slab, tensors, geometry, rotary, block_size, max_tokens, interpret=interpret)
+    _check(mover, slab, caches, rotary, block_size)
     return mover
 
 
 @torch.inference_mode()
-def _check(mover: FusedMover, slab: Slab, caches: Caches, rotary: Rotary) -> None:
+def _check(mover: FusedMover, slab: Slab, caches: Caches, rotary: Rotary, block_size: int) -> None:
     """Capture and inject random KV through block 0, vLLM's null block, and compare with the portable path.
 
     The block and the slab are as before afterwards. Raises UnsupportedLayout for a difference.
     """
     layout = caches.layouts[0]
     n = min(layout.block_size, len(slab.data))
-    slots = np.arange(n, dtype=np.int32)
-    deltas = np.array([_CHECK_DELTAS[i % len(_CHECK_DELTAS)] for i in range(n)], dtype=np.int32)
     index = layout.element_index(torch.arange(layout.block_size, device=slab.data.device))
     saved = [flat_storage(layer.cache)[index] for layer in caches.layers]
-    saved_rows = slab.data[:n].clone()
-    portable = PortableMover(slab, caches, rotary, compile=False)
+    saved_rows, saved_origins = slab.data[:n].clone(), slab.origins[:n].clone()
+    rows = np.arange(n, dtype=np.int32)
+    forwards = single_run(rows, 0, [0], block_size)
+    backwards = single_run(rows[::-1], 0, [0], block_size)
 
     def read() -> list[torch.Tensor]:
         return [flat_storage(layer.cache)[index][:n].clone() for layer in caches.layers]
@@ -184,23 +195,24 @@ def _check(mover: FusedMover, slab: Slab, caches: Caches, rotary: Rotary) -> Non
     try:
         for number, layer in enumerate(caches.layers):
             _write_random(layer, n, number)
-        mover.capture(slots, slots)
-        captured = slab.data[:n].clone()
-        portable.capture(slots, slots)
-        if not torch.equal(captured, slab.data[:n]):
+        mover.capture(forwards)
+        captured, origins = slab.data[:n].clone(), slab.origins[:n].cpu()
+        PortableMover(slab, caches, rotary, block_size, compile=False).capture(forwards)
+        if not torch.equal(captured, slab.data[:n]) or not torch.equal(origins, torch.from_numpy(rows)):
             raise UnsupportedLayout("capture differs from the portable path")
-        backwards = np.ascontiguousarray(slots[::-1])
-        portable.inject(slots, backwards, deltas)
+        shifts = torch.tensor([_CHECK_SHIFTS[i % len(_CHECK_SHIFTS)] for i in range(n)])
+        slab.origins[:n] = (n - 1 - torch.from_numpy(rows) + shifts).to(slab.origins)
+        PortableMover(slab, caches, rotary, block_size, compile=False).inject(backwards)
         wanted = read()
         for layer in caches.layers:
             flat_storage(layer.cache)[index] = float("nan")
-        mover.inject(slots, backwards, deltas)
+        mover.inject(backwards)
         eps = torch.finfo(slab.data.dtype).eps
         for found, expected in zip(read(), wanted, strict=True):
             if not torch.allclose(found.float(), expected.float(), rtol=2 * eps, atol=2 * eps):
                 raise UnsupportedLayout("injection differs from the portable path")
     finally:
-        slab.data[:n] = saved_rows
+        slab.data[:n], slab.origins[:n] = saved_rows, saved_origins
         for layer, block in zip(caches.layers, saved, strict=True):
             flat_storage(layer.cache)[index] = block
 

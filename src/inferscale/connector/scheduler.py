@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, NamedTuple
-
-import numpy as np
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from inferscale.connector.locate import NO_RUN, Run, leading_run, locate
-from inferscale.connector.messages import CaptureOrder, Injection, IntArray, StepOrders, StepReport
+from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.state import Counters, RequestState, outcome_of, sizes_of
 from inferscale.errors import PlanRejected
 from inferscale.plan import Order, Plan, from_wire, salt_of
+from inferscale.pool.moves import Moves, MovesBuilder
 from inferscale.pool.table import PageTable
 
 logger = logging.getLogger(__name__)
@@ -36,14 +35,6 @@ logger = logging.getLogger(__name__)
 STALE = "memory of this scope changed after the plan was made"
 MAX_OUTCOMES = 4096
 """Outcomes kept for callers that ask over the socket; the oldest are forgotten."""
-
-
-class _Claim(NamedTuple):
-    """What vLLM was promised for a request in the step being scheduled: this run, into these blocks."""
-
-    state: RequestState
-    run: Run
-    block_ids: list[int]
 
 
 class SchedulerSide:
@@ -61,12 +52,12 @@ class SchedulerSide:
         self._requests: dict[str, RequestState] = {}
         self._rejected: dict[str, str] = {}
         self._followed: dict[str, RequestState] = {}  # of `_requests`, those whose blocks still matter
-        self._claims: list[_Claim] = []
+        # What vLLM was promised in the step being scheduled, by request id.
+        self._claims: dict[str, tuple[RequestState, Run]] = {}
         self._steps: dict[int, list[str]] = {}  # keys that are written in steps not yet reported
         self._open: list[str] = []  # those of the step whose orders are being built
         self._num_steps = 0
         self._epochs: dict[str, int] = {}
-        self._block_offsets = np.arange(block_size, dtype=np.int32)
 
     # match ------------------------------------------------------------------------------------
 
@@ -153,17 +144,19 @@ class SchedulerSide:
 
     # claim ------------------------------------------------------------------------------------
 
-    def claim(self, request: Any, blocks: Any, num_external: int) -> None:
-        """vLLM allocated `blocks` (its KVCacheBlocks) for the request; `num_external` tokens are ours."""
+    def claim(self, request: Any, num_external: int) -> None:
+        """vLLM allocated blocks for the request and counts on `num_external` tokens of ours.
+
+        Which blocks is told in the output of this step, without the cost of asking for them here.
+        """
         state = self._requests.get(request.request_id)
         if state is None:
             assert num_external == 0
             return
         run, state.match = state.match.truncated(num_external), NO_RUN
         if run.entries:
-            block_ids = list(blocks.get_block_ids()[0])
             self.table.touch(run.entries)
-            self._claims.append(_Claim(state, run, block_ids))
+            self._claims[request.request_id] = (state, run)
         if state.plan.order is None:
             self._count_use(state, run)
             state.note_claim(num_external)
@@ -184,7 +177,7 @@ class SchedulerSide:
         self._num_steps += 1
         writing = self._open = []
         orders = StepOrders()
-        orders.injection = self._build_injection()
+        orders.injection = self._build_injection(scheduler_output)
         self._follow_blocks(scheduler_output)
         orders.capture = self._build_capture(scheduler_output, writing)
         orders.failed_blocks = self._take_broken_blocks(scheduler_output)
@@ -197,31 +190,16 @@ class SchedulerSide:
             self._steps[orders.step] = writing
         return orders
 
-    def _build_injection(self) -> Injection | None:
+    def _build_injection(self, scheduler_output: Any) -> Moves | None:
         if not self._claims:
             return None
-        parts: list[Injection] = []
-        for _, run, block_ids in self._claims:
-            rows = np.concatenate([entry.rows for entry in run.entries])
-            shifts = [
-                start - entry.origin for start, entry in zip(run.segment_starts, run.entries, strict=True)
-            ]
-            lengths = [entry.num_tokens for entry in run.entries]
-            deltas = np.repeat(np.array(shifts, dtype=np.int32), lengths)
+        builder = MovesBuilder(self.block_size)
+        for request_id, block_ids in _allocated(scheduler_output, self._claims):
+            _, run = self._claims[request_id]
+            rows = b"".join([entry.packed_rows for entry in run.entries])
             skipped = run.start - run.segment_starts[0]
-            part = slice(skipped, skipped + run.num_tokens)
-            parts.append(Injection(rows[part], self._slots(block_ids, run.start, run.end), deltas[part]))
-        if len(parts) == 1:
-            return parts[0]
-        return Injection(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-
-    def _slots(self, block_ids: Sequence[int], start: int, end: int) -> IntArray:
-        """Slots of the prompt tokens `[start, end)` of a request with these blocks; int32."""
-        size = self.block_size
-        first = start // size
-        blocks = np.array(block_ids[first : -(-end // size)], dtype=np.int32)
-        slots: IntArray = (blocks[:, None] * size + self._block_offsets).ravel()
-        return slots[start - first * size : end - first * size]
+            builder.add(rows[4 * skipped : 4 * (skipped + run.num_tokens)], run.start, block_ids)
+        return builder.build()
 
     def _follow_blocks(self, scheduler_output: Any) -> None:
         """Keep the block lists of capturing requests, and carry out orders of new ones."""
@@ -250,11 +228,10 @@ class SchedulerSide:
             if new_blocks is not None:
                 state.block_ids.extend(new_blocks[0])
 
-    def _build_capture(self, scheduler_output: Any, writing: list[str]) -> CaptureOrder | None:
+    def _build_capture(self, scheduler_output: Any, writing: list[str]) -> Moves | None:
         if not self._followed:
             return None
-        slots: list[IntArray] = []
-        rows: list[IntArray] = []
+        builder = MovesBuilder(self.block_size)
         for request_id, num_computed in _computed_before(scheduler_output):
             state = self._followed.get(request_id)
             if state is None or not state.plan.captures or not state.can_inject or not state.can_capture:
@@ -270,18 +247,15 @@ class SchedulerSide:
                 state.captured.add(span.key)
                 if self.table.holds(span.key):
                     continue
-                entry = self.table.reserve(span.key, span.end - span.start, span.start)
+                entry = self.table.reserve(span.key, span.end - span.start)
                 if entry is None:
                     self.counters.captures_without_room += 1
                     continue
                 writing.append(span.key)
-                slots.append(self._slots(state.block_ids, span.start, span.end))
-                rows.append(entry.rows)
+                builder.add(entry.packed_rows, span.start, state.block_ids)
             if not state.is_followed:
                 del self._followed[request_id]
-        if not slots:
-            return None
-        return CaptureOrder(np.concatenate(slots), np.concatenate(rows))
+        return builder.build()
 
     def _execute(self, order: Order) -> dict[str, Any]:
         if order.op == "stats":
@@ -297,15 +271,11 @@ class SchedulerSide:
     def _take_broken_blocks(self, scheduler_output: Any) -> list[int]:
         if not self._broken_requests:
             return []
-        cached = scheduler_output.scheduled_cached_reqs
-        scheduled = [(new.req_id, new.block_ids) for new in scheduler_output.scheduled_new_reqs]
-        scheduled += zip(cached.req_ids, cached.new_block_ids, strict=True)
         blocks: list[int] = []
-        for request_id, block_ids in scheduled:
-            if request_id in self._broken_requests and block_ids is not None:
-                state = self._requests.get(request_id)
-                # The prefix-cache blocks in front are sound, and other requests may share them.
-                blocks.extend(block_ids[0][0 if state is None else state.match_start // self.block_size :])
+        for request_id, block_ids in _allocated(scheduler_output, self._broken_requests):
+            state = self._requests.get(request_id)
+            # The prefix-cache blocks in front are sound, and other requests may share them.
+            blocks.extend(block_ids[0 if state is None else state.match_start // self.block_size :])
         self._broken_requests.clear()
         return blocks
 
@@ -315,10 +285,9 @@ class SchedulerSide:
         The workers report the blocks, and vLLM fails those requests instead of answering from
         garbage. Requests that are open stop capturing: their block lists may have missed this step.
         """
-        blocks = self._take_broken_blocks(scheduler_output)
-        for state, _, block_ids in self._claims:
-            blocks.extend(block_ids[state.match_start // self.block_size :])
+        self._broken_requests.update(self._claims)
         self._claims.clear()
+        blocks = self._take_broken_blocks(scheduler_output)
         for key in self._open:
             self.table.abandon(key)
         self._open = []
@@ -387,6 +356,20 @@ class SchedulerSide:
     def reset(self) -> None:
         """Forget all segments (vLLM's `reset_prefix_cache(reset_connector=True)`)."""
         self.table.clear()
+
+
+def _allocated(scheduler_output: Any, request_ids: Collection[str]) -> Iterator[tuple[str, list[int]]]:
+    """Those of these requests that begin or resume in this step, each with all of its blocks."""
+    num_left = len(request_ids)
+    for new in scheduler_output.scheduled_new_reqs:
+        if new.req_id in request_ids:
+            num_left -= 1
+            yield new.req_id, new.block_ids[0]
+    if num_left:  # model runner V1 tells of resumed requests here
+        cached = scheduler_output.scheduled_cached_reqs
+        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if request_id in request_ids and block_ids is not None:
+                yield request_id, block_ids[0]
 
 
 def _computed_before(scheduler_output: Any) -> list[tuple[str, int]]:

@@ -57,6 +57,7 @@ class WorkerSide:
             self.slab,
             Caches(layers, self._layouts),
             rotary,
+            block_size,
             self._cache_tokens,
             config.injection_path,
             compile=config.compile_injection,
@@ -121,10 +122,10 @@ class WorkerSide:
         self.failed_blocks.update(orders.failed_blocks)
         if orders.injection is not None:
             try:
-                self.mover.inject(*orders.injection)
+                self.mover.inject(orders.injection)
             except Exception:  # a wrong answer is worse than a failed request
                 logger.exception("Injection failed; the requests it was for fail")
-                blocks = np.unique(orders.injection.slots // self.block_size)
+                blocks = np.unique(orders.injection.expand(self.block_size).slots // self.block_size)
                 self.failed_blocks.update(blocks.tolist())
         if orders.zero_pages is not None:
             self.mover.zero(orders.zero_pages)
@@ -135,7 +136,7 @@ class WorkerSide:
             return
         if orders.capture is not None:
             try:
-                self.mover.capture(*orders.capture)
+                self.mover.capture(orders.capture)
             except Exception:  # captured KV is a cache: losing it costs time only
                 logger.exception("Capture failed; the segments stay text")
                 self._report.failed_captures.add(orders.step)

@@ -14,11 +14,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from inferscale.errors import UnsupportedLayout
 from inferscale.kernels.geometry import CacheGeometry
-from inferscale.kernels.staging import Int32Array, Staging
+from inferscale.kernels.staging import Staging
+from inferscale.pool.moves import Int32Array, Moves
 from inferscale.pool.slab import Slab
 from inferscale.rope import Rotary
 
@@ -46,8 +48,9 @@ class FusedMover:
     """Moves KV of any number of tokens and all layers in one launch.
 
     slab: with one shape for all layers. caches: of the layers, in order, with one dtype, on one device.
-    geometry: of every one of them. max_tokens: that a step usually moves at most; room for its table is made
-    now. Raises UnsupportedLayout where the kernels cannot serve this cache, with the reason.
+    geometry: of every one of them. block_size, max_tokens: of vLLM's paged cache; a step moves no more than
+    it holds, so room for its table is made now. Raises UnsupportedLayout where the kernels cannot serve this
+    cache, with the reason.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class FusedMover:
         caches: Sequence[torch.Tensor],
         geometry: CacheGeometry,
         rotary: Rotary,
+        block_size: int,
         max_tokens: int,
         *,
         interpret: bool = False,
@@ -63,8 +67,6 @@ class FusedMover:
         capture_tuning: Tuning = CAPTURE,
     ) -> None:
         heads, dim = _shape(slab)
-        self._slab = slab.data
-        self._cache = caches[0]
         self._device = slab.data.device
         starts = _starts(caches)
         self._layer_offsets = torch.tensor(
@@ -72,14 +74,20 @@ class FusedMover:
         )
         self._inv_freq = rotary.inv_freq.to(device=self._device, dtype=torch.float64)
         self._num_layers = len(caches)
-        self._staging = Staging(3 * max_tokens, self._device)
+        self._staging = Staging(2 * max_tokens, self._device)
         strides = geometry.block_stride, geometry.slot_stride, geometry.kv_stride, geometry.head_stride
         offsets = [2 * heads * dim, *strides, *self._layer_offsets.tolist()]
-        tensors = {"slab": self._slab, "cache": self._cache, "layer_offsets": self._layer_offsets}
+        tensors = {
+            "slab": slab.data,
+            "origins": slab.origins,
+            "cache": caches[0],
+            "layer_offsets": self._layer_offsets,
+        }
         shape = {
             "LAYERS": len(caches),
             "HEADS": heads,
             "DIM": dim,
+            "PROMPT_BLOCK": block_size,
             "BLOCK_SIZE": geometry.block_size,
             "BLOCK_STRIDE": geometry.block_stride,
             "SLOT_STRIDE": geometry.slot_stride,
@@ -112,34 +120,40 @@ class FusedMover:
         self._zero_blocks = _programs(page_elements, _ZERO_BLOCK)
         self._zero = _Launch(
             module.zero_kernel,
-            {"slab": self._slab},
+            {"slab": slab.data},
             {"PAGE_ELEMENTS": page_elements, "BLOCK": _ZERO_BLOCK},
             num_warps=8,
         )
 
-    def inject(self, rows: Int32Array, slots: Int32Array, deltas: Int32Array) -> None:
-        """Slab rows → rotated → paged caches. int32 [n] each: see `connector.messages.Injection`."""
-        self.launch_inject(self._staging.put((rows, slots, deltas)), len(rows))
+    def inject(self, moves: Moves) -> None:
+        """Slab rows → keys rotated to their place in the prompt → paged caches."""
+        self.launch_inject(self.stage(moves), moves)
 
-    def launch_inject(self, table: torch.Tensor, n: int) -> None:
-        """The kernel alone. table: int32 on the device: n rows, n slots, n deltas."""
-        self._inject((_programs(n * self._num_layers, self._inject_units), 1, 1), table, n)
-
-    def capture(self, slots: Int32Array, rows: Int32Array) -> None:
-        """Paged caches → slab rows, bit for bit. int32 [n] each."""
-        self.launch_capture(self._staging.put((slots, rows)), len(rows))
-
-    def launch_capture(self, table: torch.Tensor, n: int) -> None:
-        """The kernel alone. table: int32 on the device: n slots, n rows."""
-        self._capture((_programs(n * self._num_layers, self._capture_units), 1, 1), table, n)
+    def capture(self, moves: Moves) -> None:
+        """Paged caches → slab rows, bit for bit; rows remember the position."""
+        self.launch_capture(self.stage(moves), moves)
 
     def zero(self, pages: Int32Array) -> None:
         """Overwrite pages of the slab with zeros. int32 [n]."""
-        self._zero((len(pages), self._zero_blocks, 1), self._staging.put((pages,)), len(pages))
+        self._zero((len(pages), self._zero_blocks, 1), self._staging.put(pages))
+
+    def stage(self, moves: Moves) -> torch.Tensor:
+        """Start the copy of a table to the device; the copy is good until the current stream has used it."""
+        return self._staging.put(np.frombuffer(moves.table, dtype=np.int32))
+
+    def launch_inject(self, table: torch.Tensor, moves: Moves) -> None:
+        """The kernel alone, on a table that was staged."""
+        programs = _programs(moves.longest * self._num_layers, self._inject_units)
+        self._inject((programs, moves.num_runs, 1), table)
+
+    def launch_capture(self, table: torch.Tensor, moves: Moves) -> None:
+        """The kernel alone, on a table that was staged."""
+        programs = _programs(moves.longest * self._num_layers, self._capture_units)
+        self._capture((programs, moves.num_runs, 1), table)
 
 
 class _Launch:
-    """A kernel with all its arguments but `table` and `n`.
+    """A kernel with all its arguments but `table`.
 
     Triton's own call looks at every argument again, which takes longer than all else the host does for
     a step. The first call goes that way and compiles; later ones start what it compiled.
@@ -156,18 +170,18 @@ class _Launch:
         self._before: tuple[int, ...] = ()
         self._behind: tuple[int, ...] = ()
 
-    def __call__(self, grid: tuple[int, int, int], table: torch.Tensor, n: int) -> None:
+    def __call__(self, grid: tuple[int, int, int], table: torch.Tensor) -> None:
         if self._compiled is not None:
-            self._compiled[grid](*self._before, table.data_ptr(), n, *self._behind)
+            self._compiled[grid](*self._before, table.data_ptr(), *self._behind)
             return
         settings = {**self._tensors, **self._constants, "num_warps": self._num_warps}
-        compiled = self._kernel[grid](table=table, n=n, **settings)
-        names = getattr(self._kernel, "arg_names", [])
-        place = names.index("table") if "table" in names else 0
-        if compiled is None or names[place : place + 2] != ["table", "n"]:  # interpreted
+        compiled = self._kernel[grid](table=table, **settings)
+        names = list(getattr(self._kernel, "arg_names", ()))
+        if compiled is None or "table" not in names:  # interpreted
             return
+        place = names.index("table")
         self._before = tuple(self._tensors[name].data_ptr() for name in names[:place])
-        self._behind = tuple(self._constants[name] for name in names[place + 2 :])
+        self._behind = tuple(self._constants[name] for name in names[place + 1 :])
         self._compiled = compiled
 
 

@@ -8,14 +8,11 @@ table would take longer than the copy's own launch. Nothing is allocated once th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-Int32Array = npt.NDArray[np.int32]
+from inferscale.pool.moves import Int32Array
 
 NUM_BUFFERS = 8
 _STEP = 1024
@@ -54,11 +51,9 @@ class Staging:
             self._buffers.append(_Buffer(pinned, pinned.numpy(), device, {}))
         self._copied = [torch.cuda.Event() for _ in range(2)] if self._is_cuda else []  # type: ignore[no-untyped-call]
 
-    def put(self, columns: Sequence[Int32Array]) -> torch.Tensor:
-        """Columns one behind the other, int32, on the device; good until the current stream has used it."""
-        total = 0
-        for column in columns:
-            total += len(column)
+    def put(self, table: Int32Array) -> torch.Tensor:
+        """The numbers [n] on the device; good until the current stream has used them."""
+        total = len(table)
         if total > len(self._buffers[0].host):
             if self._is_cuda:
                 torch.cuda.current_stream(self._device).synchronize()  # the old buffers may be in use
@@ -69,11 +64,7 @@ class Staging:
         if place == 0 and self._is_cuda:
             self._copied[half].synchronize()  # of the lap before; long done but in a very long queue
         buffer = self._buffers[index]
-        start = 0
-        for column in columns:
-            end = start + len(column)
-            buffer.host[start:end] = column
-            start = end
+        buffer.host[:total] = table
         if self._is_cuda:
             size = _rounded(total)
             if size not in buffer.views:

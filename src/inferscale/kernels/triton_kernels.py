@@ -1,20 +1,16 @@
 """Triton kernels: inject, capture and zero, each one launch for everything a step has to move.
 
 A *unit* is one token in one layer: its key heads and value heads, `num_kv_heads · head_dim` elements
-each. A program handles `UNITS` neighbouring units, so the grid has one dimension and there is no limit
-on the number of tokens. What differs from step to step comes in `table`, int32, filled by one copy:
-
-    inject   [rows of n tokens | slots | deltas]        rows of the slab, slots of the paged cache
-    capture  [slots of n tokens | rows]
-    zero     [pages]
+each. Program (p, r) handles `UNITS` neighbouring units of run r; what the runs are is read from `table`,
+the int32 numbers of `pool.moves`. For `zero`, `table` is a list of pages.
 
 The slab is token-major: row · ROW + layer · 2 · HEADS · DIM + (0 keys, 1 values) · HEADS · DIM. Layer l's
 paged cache begins `layer_offsets[l]` elements behind that of layer 0 (they may be separate allocations).
 `ALIGN` elements divide every offset here, so that loads and stores are as wide as the machine allows.
 
-Rotation: the angle delta · inv_freq is formed and reduced to [−π, π] in float64, its sine and cosine
-and the rotation are float32, the result is rounded once; tokens with delta 0 keep their bits. The torch
-reference is `kernels/reference.py`.
+Rotation: by delta, the token's place in the prompt minus that at its capture. The angle delta · inv_freq is
+formed and reduced to [−π, π] in float64, its sine and cosine and the rotation are float32, the result is
+rounded once; tokens with delta 0 keep their bits. The torch reference is `kernels/reference.py`.
 """
 
 from __future__ import annotations
@@ -27,10 +23,32 @@ _PER_TURN = tl.constexpr(0.15915494309189535)
 
 
 @triton.jit
-def _units(n, UNITS: tl.constexpr, LAYERS: tl.constexpr):
-    """(token, layer, mask) of this program's units: layers of a token are neighbours, as in the slab."""
+def _unit(table, LAYERS: tl.constexpr, UNITS: tl.constexpr, PROMPT_BLOCK: tl.constexpr):
+    """(layer, slab row, slot, position, mask) of this program's units: layers of a token are neighbours,
+    as in the slab. PROMPT_BLOCK: tokens of a block in vLLM's block lists."""
+    header = table + 4 * tl.program_id(1)
+    data = table + 4 * tl.num_programs(1)
+    rows_at, n, start, blocks_at = (
+        tl.load(header),
+        tl.load(header + 1),
+        tl.load(header + 2),
+        tl.load(header + 3),
+    )
     unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
-    return unit // LAYERS, unit % LAYERS, unit < n * LAYERS
+    token = unit // LAYERS
+    mask = token < n
+    row = tl.load(data + rows_at + token, mask=mask, other=0)
+    position = start + token
+    block_at = blocks_at + position // PROMPT_BLOCK - start // PROMPT_BLOCK
+    block = tl.load(data + block_at, mask=mask, other=0)
+    slot = block * PROMPT_BLOCK + position % PROMPT_BLOCK
+    return unit % LAYERS, row, slot, position, mask
+
+
+@triton.jit
+def _slab_offset(row, layer, LAYERS: tl.constexpr, UNIT_SIZE: tl.constexpr, ALIGN: tl.constexpr):
+    """int64 [UNITS]: where each unit's first key element lies in the slab."""
+    return tl.multiple_of(row.to(tl.int64) * (LAYERS * UNIT_SIZE) + layer * UNIT_SIZE, ALIGN)
 
 
 @triton.jit
@@ -60,19 +78,20 @@ def _rotate(first, second, cos, sin, is_moved):
     return turned_x, turned_y
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def inject_kernel(
     slab,
+    origins,
     cache,
     layer_offsets,
     inv_freq,
     table,
-    n,
     LAYERS: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    PROMPT_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
@@ -85,14 +104,11 @@ def inject_kernel(
     BLOCK_PAIRS: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """Slab rows → keys rotated by delta → paged caches. BLOCK_*: powers of two that cover their sizes;
-    BLOCK_REST: of the key elements that are not rotated, 0 where all are."""
-    token, layer, mask = _units(n, UNITS, LAYERS)
-    row = tl.load(table + token, mask=mask, other=0).to(tl.int64)
-    slot = tl.load(table + n + token, mask=mask, other=0)
-    delta = tl.load(table + 2 * n + token, mask=mask, other=0)
-    unit_size: tl.constexpr = 2 * HEADS * DIM
-    source = tl.multiple_of(row * (LAYERS * unit_size) + layer * unit_size, ALIGN)[:, None, None]
+    """Slab rows → keys rotated to their position → paged caches. BLOCK_HEADS … BLOCK_PAIRS: powers of two
+    that cover their sizes; BLOCK_REST: of the key elements that are not rotated, 0 where all are."""
+    layer, row, slot, position, mask = _unit(table, LAYERS, UNITS, PROMPT_BLOCK)
+    delta = position - tl.load(origins + row, mask=mask, other=0)
+    source = _slab_offset(row, layer, LAYERS, 2 * HEADS * DIM, ALIGN)[:, None, None]
     target = _cache_offset(layer_offsets, layer, slot, mask, BLOCK_SIZE, BLOCK_STRIDE, SLOT_STRIDE, ALIGN)[
         :, None, None
     ]
@@ -133,16 +149,17 @@ def inject_kernel(
     tl.store(cache + target + (KV_STRIDE + head * HEAD_STRIDE + dim), values, mask=value_mask)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def capture_kernel(
     slab,
+    origins,
     cache,
     layer_offsets,
     table,
-    n,
     LAYERS: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    PROMPT_BLOCK: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
@@ -153,12 +170,10 @@ def capture_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Paged caches → slab rows, bit for bit."""
-    token, layer, mask = _units(n, UNITS, LAYERS)
-    slot = tl.load(table + token, mask=mask, other=0)
-    row = tl.load(table + n + token, mask=mask, other=0).to(tl.int64)
-    unit_size: tl.constexpr = 2 * HEADS * DIM
-    target = tl.multiple_of(row * (LAYERS * unit_size) + layer * unit_size, ALIGN)[:, None, None]
+    """Paged caches → slab rows, bit for bit; `origins` of the rows become their positions."""
+    layer, row, slot, position, mask = _unit(table, LAYERS, UNITS, PROMPT_BLOCK)
+    tl.store(origins + row, position, mask=mask & (layer == 0))
+    target = _slab_offset(row, layer, LAYERS, 2 * HEADS * DIM, ALIGN)[:, None, None]
     source = _cache_offset(layer_offsets, layer, slot, mask, BLOCK_SIZE, BLOCK_STRIDE, SLOT_STRIDE, ALIGN)[
         :, None, None
     ]
@@ -171,8 +186,8 @@ def capture_kernel(
     tl.store(slab + target + (HEADS * DIM + head * DIM + dim), values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["n"])
-def zero_kernel(slab, table, n, PAGE_ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def zero_kernel(slab, table, PAGE_ELEMENTS: tl.constexpr, BLOCK: tl.constexpr):
     """Zero pages of the slab. Program (p, c): chunk c of the page table[p]."""
     page = tl.load(table + tl.program_id(0)).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

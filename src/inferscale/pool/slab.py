@@ -1,7 +1,8 @@
 """The bytes of the pool: one slab, token-major, so that a token's KV of all layers is contiguous.
 
 Row `page · page_size_tokens + offset` holds one token: for every layer its keys (as rotated at
-capture), then its values. The slab knows nothing of segments; rows come from the page table.
+capture), then its values; `origins` holds the position it was captured at, so that a move to position p
+rotates by p − origin. The slab knows nothing of segments; rows come from the page table.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def num_pages(pool_size_bytes: int, page_size_tokens: int, token_size_bytes: int
 
 
 class Slab:
-    """One tensor [rows, elements of a token] and its view per layer."""
+    """data: [rows, elements of a token], with a view per layer. origins: int32 [rows]."""
 
     def __init__(
         self, pages: int, page_size_tokens: int, shape: RowShape, dtype: torch.dtype, device: torch.device
@@ -43,6 +44,7 @@ class Slab:
         self.page_size_tokens = page_size_tokens
         self.shape = shape
         self.data = torch.zeros((pages * page_size_tokens, shape.num_elements), dtype=dtype, device=device)
+        self.origins = torch.zeros(len(self.data), dtype=torch.int32, device=device)
         self._columns: list[tuple[int, int]] = []
         start = 0
         for heads, dim in shape.layers:

@@ -30,19 +30,20 @@ IntArray = npt.NDArray[np.int32]
 class Entry:
     """One segment in the pool.
 
-    pages: page numbers in token order. rows: int32 [num_tokens], slab row of each token. origin: position
-    of its first token when it was captured; keys are stored as rotated there, so a move to position p
-    rotates by p − origin.
+    pages: page numbers in token order. packed_rows: int32 [num_tokens] as bytes, slab row of each token.
     """
 
     key: str
     num_tokens: int
-    origin: int
     pages: IntArray
-    rows: IntArray
+    packed_rows: bytes
     num_pages: int
     is_resident: bool = False
     is_dropped: bool = False
+
+    @property
+    def rows(self) -> IntArray:
+        return np.frombuffer(self.packed_rows, dtype=np.int32)
 
 
 class PageTable:
@@ -98,7 +99,7 @@ class PageTable:
     def can_reserve(self, num_tokens: int) -> bool:
         return self._pages_for(num_tokens) <= len(self._free) + self._num_evictable_pages
 
-    def reserve(self, key: str, num_tokens: int, origin: int) -> Entry | None:
+    def reserve(self, key: str, num_tokens: int) -> Entry | None:
         """Pages for a new segment, evicting the least recently used; None where there is no room.
 
         Mutates nothing when it returns None. `key` must not be in the table.
@@ -113,7 +114,7 @@ class PageTable:
             self.num_evicted += 1
         pages = np.array([self._free.pop() for _ in range(needed)], dtype=np.int32)
         rows = (pages[:, None] * self.page_size_tokens + self._offsets).ravel()[:num_tokens]
-        entry = Entry(key, num_tokens, origin, pages, rows, needed)
+        entry = Entry(key, num_tokens, pages, rows.tobytes(), needed)
         self._entries[key] = entry
         return entry
 
