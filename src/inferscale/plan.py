@@ -24,6 +24,7 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal, cast, overload
 
 from inferscale.errors import PlanRejected
@@ -192,6 +193,11 @@ def cache_salt(secret: bytes, model: str, scope: str, epoch: int, *, is_encoding
     """
     kind = "encode" if is_encoding else "salt"
     text = f"{kind}\0{ENCODER_VERSION}\0{model}\0{scope}\0{epoch}"
+    return _salt(secret, text)
+
+
+@lru_cache(maxsize=4096)
+def _salt(secret: bytes, text: str) -> str:
     return "inferscale-" + hmac.digest(secret, text.encode(), "sha256").hex()[:32]
 
 
@@ -296,7 +302,11 @@ def _read_order(order: Any) -> Order:
 
 
 def _sign(raw: bytes, ids: bytes, secret: bytes) -> str:
-    return hmac.digest(secret, b"%d %d\0" % (WIRE_VERSION, len(raw)) + raw + ids, "sha256").hex()
+    # Keyed BLAKE2 (RFC 7693) is a MAC by itself, and starts faster than HMAC does through OpenSSL.
+    digest = hashlib.blake2b(b"%d %d\0" % (WIRE_VERSION, len(raw)), key=secret[:64], digest_size=32)
+    digest.update(raw)
+    digest.update(ids)
+    return digest.hexdigest()
 
 
 def _short(value: object) -> str:

@@ -27,11 +27,13 @@ class Located(NamedTuple):
 
 
 def located(placement: Placement) -> list[Located]:
-    return [Located(*item) for item in zip(*placement[:3], strict=True)]
+    return [Located(*item) for item in zip(placement.keys, placement.starts, placement.ends, strict=True)]
 
 
 def placed(items: list[Located]) -> Placement:
-    return Placement([i.key for i in items], [i.start for i in items], [i.end for i in items], 0)
+    starts, ends = [i.start for i in items], [i.end for i in items]
+    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
+    return Placement([i.key for i in items], lengths, starts, ends, 0)
 
 
 def run_of(items: list[Located], computed: int, limit: int, is_resident: Callable[[str], bool]) -> Run:
@@ -82,7 +84,7 @@ def test_locate_is_the_naive_search(prompt: list[int], lists: list[list[int]]) -
     assert len(found) + lost == len(segments)
     opening = [token_id for ids in lists for token_id in ids]
     known = Segments(segments.keys, segments.lengths, segments.kinds, segments.ids, opens_prompt=True)
-    assert locate(opening + prompt, known)[:4] == locate(opening + prompt, segments)[:4]
+    assert locate(opening + prompt, known)[:5] == locate(opening + prompt, segments)[:5]
 
 
 def test_bytes_that_match_between_two_ids_are_no_match() -> None:

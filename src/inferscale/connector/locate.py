@@ -10,7 +10,6 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from operator import sub
 from typing import NamedTuple
 
 from inferscale.plan import Segments
@@ -24,6 +23,7 @@ class Placement(NamedTuple):
     """
 
     keys: Sequence[str]
+    lengths: Sequence[int]
     starts: Sequence[int]
     ends: Sequence[int]
     num_lost: int
@@ -40,9 +40,10 @@ def locate(prompt_ids: Sequence[int], segments: Segments) -> Placement:
     if segments.opens_prompt and all(segments.lengths):
         # As nearly always: head and facts open the prompt, one behind the other.
         ends = list(accumulate(segments.lengths))
-        return Placement(segments.keys, [0, *ends][:-1], ends, 0, True)
+        return Placement(segments.keys, segments.lengths, [0, *ends][:-1], ends, 0, True)
     haystack = array("i", prompt_ids).tobytes()
     keys: list[str] = []
+    lengths: list[int] = []
     starts: list[int] = []
     found_ends: list[int] = []
     at_id = cursor = 0
@@ -54,9 +55,10 @@ def locate(prompt_ids: Sequence[int], segments: Segments) -> Placement:
             continue
         cursor = at // 4 + length
         keys.append(key)
+        lengths.append(length)
         starts.append(at // 4)
         found_ends.append(cursor)
-    return Placement(keys, starts, found_ends, len(segments) - len(keys))
+    return Placement(keys, lengths, starts, found_ends, len(segments) - len(keys))
 
 
 def _find_aligned(haystack: bytes, needle: bytes, start: int) -> int:
@@ -103,15 +105,14 @@ def leading_run(placement: Placement, num_computed: int, limit: int, resident_ru
     It may begin inside a segment (a prefix-cache block ended there) and stops at the first gap,
     at the first segment that is not resident, and at `limit` (exclusive position).
     """
-    keys, starts, ends, _, is_contiguous = placement
+    keys, lengths, starts, ends, _, is_contiguous = placement
     first = bisect_right(ends, num_computed)
     if first == len(keys) or starts[first] > num_computed or num_computed >= limit:
         return NO_RUN
     last = bisect_left(starts, limit)
     if not is_contiguous:
         last = next((i for i in range(first + 1, last) if starts[i] != ends[i - 1]), last)
-    lengths = list(map(sub, ends[first:last], starts[first:last]))
-    entries = resident_run(keys[first:last], lengths)
+    entries = resident_run(keys[first:last], lengths[first:last])
     if not entries:
         return NO_RUN
     last = first + len(entries)
