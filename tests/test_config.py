@@ -120,7 +120,7 @@ def test_unknown_settings_are_named_with_the_known_ones() -> None:
 def test_known_settings_become_the_dataclass() -> None:
     settings = {"pool_size_bytes": "1MiB", "compile_injection": False}
     config = from_mapping(ConnectorConfig, settings, "here")
-    assert (config.size_bytes, config.compile_injection, config.page_size_tokens) == (2**20, False, 16)
+    assert (config.size_bytes, config.compile_injection, config.page_size_tokens) == (2**20, False, 4)
 
 
 def test_configs_are_frozen() -> None:

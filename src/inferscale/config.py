@@ -74,7 +74,7 @@ class ConnectorConfig:
     """Memory of the KV pool on each worker, in bytes (or '512MiB', '2GB'). 'auto': on a GPU, `OfflineEngine`
     takes a quarter of what the model leaves (`budget`); everywhere else, also where vLLM is started by its
     own flags, 1 GiB."""
-    page_size_tokens: int = 16
+    page_size_tokens: int = 4
     """Tokens in one page of the pool; a segment occupies whole pages."""
     runtime_dir: str | None = None
     """Folder for the residency socket and the plan secret; default: one per engine id in the
@@ -140,7 +140,7 @@ class MemoryConfig:
     is kept for token vectors made once of the default: a query is embedded in tens of microseconds,
     and less is found (`retrieval.static`). Vectors of different embedders do not go together, so a
     folder keeps the embedder that it began with."""
-    embedder_device: str = "cpu"
+    embedder_device: str = "auto"
     """Torch device of the embedder and of the search index, such as `cpu` or `cuda:0`; `auto` is a GPU
     where there is one. On a GPU both need memory beside the engine's."""
 

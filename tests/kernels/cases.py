@@ -100,7 +100,7 @@ def make(
     inv_freq = 1.0 / 10000.0 ** (torch.arange(0, part, 2, dtype=torch.float64) / part)
     slab.origins.copy_(torch.from_numpy(rng.integers(0, 20000, len(slab.data))))
     block_size = sizes.block * (2 if seed % 2 else 1)
-    moves = random_runs(rng, sizes, block_size, len(slab.data))
+    moves = random_runs(rng, sizes, block_size, len(slab.data), seed)
     expanded = moves.expand(block_size)
     for index in rng.permutation(sizes.tokens)[: sizes.tokens // 3]:  # some that do not move
         slab.origins[int(expanded.rows[index])] = int(expanded.positions[index])
@@ -115,12 +115,16 @@ def make(
     )
 
 
-def random_runs(rng: np.random.Generator, sizes: Sizes, block_size: int, num_rows: int) -> Moves:
-    """`sizes.tokens` tokens in up to three runs, each in blocks of its own, at places of its own."""
+def random_runs(
+    rng: np.random.Generator, sizes: Sizes, block_size: int, num_rows: int, seed_of_runs: int
+) -> Moves:
+    """`sizes.tokens` tokens in one run or up to three, each in blocks and at places of its own."""
     rows = rng.permutation(num_rows)[: sizes.tokens].astype(np.int32)
     blocks = rng.permutation(sizes.blocks * sizes.block // block_size).tolist()
     builder = MovesBuilder(block_size)
     num_runs = min(3, sizes.tokens)
+    if seed_of_runs % 3 == 0:
+        num_runs = 1
     while num_runs > 1 and num_runs * (-(-sizes.tokens // num_runs // block_size) + 1) > len(blocks):
         num_runs -= 1
     for part in np.array_split(rows, num_runs):

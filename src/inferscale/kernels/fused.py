@@ -107,13 +107,13 @@ class FusedMover:
         self._inject_units = inject_tuning.units(2 * heads * dim)
         self._capture_units = capture_tuning.units(2 * heads * dim)
         module = _load(interpret)
-        self._inject = _Launch(
+        self._inject = _Pair(
             module.inject_kernel,
             {**tensors, "inv_freq": self._inv_freq},
             {**shape, **rotation, "UNITS": self._inject_units},
             inject_tuning.num_warps,
         )
-        self._capture = _Launch(
+        self._capture = _Pair(
             module.capture_kernel, tensors, {**shape, "UNITS": self._capture_units}, capture_tuning.num_warps
         )
         page_elements = slab.page_size_tokens * slab.shape.num_elements
@@ -144,16 +144,16 @@ class FusedMover:
     def launch_inject(self, table: torch.Tensor, moves: Moves) -> None:
         """The kernel alone, on a table that was staged."""
         programs = _programs(moves.longest * self._num_layers, self._inject_units)
-        self._inject((programs, moves.num_runs, 1), table)
+        self._inject(programs, moves, table)
 
     def launch_capture(self, table: torch.Tensor, moves: Moves) -> None:
         """The kernel alone, on a table that was staged."""
         programs = _programs(moves.longest * self._num_layers, self._capture_units)
-        self._capture((programs, moves.num_runs, 1), table)
+        self._capture(programs, moves, table)
 
 
 class _Launch:
-    """A kernel with all its arguments but `table`.
+    """A kernel with all its arguments but those that differ from step to step.
 
     Triton's own call looks at every argument again, which takes longer than all else the host does for
     a step. The first call goes that way and compiles; later ones start what it compiled.
@@ -170,19 +170,36 @@ class _Launch:
         self._before: tuple[int, ...] = ()
         self._behind: tuple[int, ...] = ()
 
-    def __call__(self, grid: tuple[int, int, int], table: torch.Tensor) -> None:
+    def __call__(self, grid: tuple[int, int, int], table: torch.Tensor, *numbers: int) -> None:
+        """table and numbers: as the kernel takes them, one behind the other."""
         if self._compiled is not None:
-            self._compiled[grid](*self._before, table.data_ptr(), *self._behind)
+            self._compiled[grid](*self._before, table.data_ptr(), *numbers, *self._behind)
             return
-        settings = {**self._tensors, **self._constants, "num_warps": self._num_warps}
-        compiled = self._kernel[grid](table=table, **settings)
-        names = list(getattr(self._kernel, "arg_names", ()))
-        if compiled is None or "table" not in names:  # interpreted
+        compiled = self._kernel[grid](
+            *self._tensors.values(), table, *numbers, **self._constants, num_warps=self._num_warps
+        )
+        if compiled is None:  # interpreted
             return
-        place = names.index("table")
-        self._before = tuple(self._tensors[name].data_ptr() for name in names[:place])
-        self._behind = tuple(self._constants[name] for name in names[place + 1 :])
+        names = list(self._kernel.arg_names)
+        assert names[: len(self._tensors)] == list(self._tensors)
+        self._before = tuple(tensor.data_ptr() for tensor in self._tensors.values())
+        self._behind = tuple(self._constants[name] for name in names[len(self._tensors) + 1 + len(numbers) :])
         self._compiled = compiled
+
+
+class _Pair:
+    """A kernel for steps of one run and one for steps of several."""
+
+    def __init__(
+        self, kernel: Any, tensors: Mapping[str, torch.Tensor], constants: Mapping[str, int], num_warps: int
+    ) -> None:
+        self._one = _Launch(kernel, tensors, {**constants, "ONE_RUN": True}, num_warps)
+        self._several = _Launch(kernel, tensors, {**constants, "ONE_RUN": False}, num_warps)
+
+    def __call__(self, programs: int, moves: Moves, table: torch.Tensor) -> None:
+        """programs: for the longest run."""
+        launch = self._one if moves.num_runs == 1 else self._several
+        launch((programs, moves.num_runs, 1), table, moves.longest, moves.first_start)
 
 
 def _load(interpret: bool) -> Any:

@@ -23,17 +23,28 @@ _PER_TURN = tl.constexpr(0.15915494309189535)
 
 
 @triton.jit
-def _unit(table, LAYERS: tl.constexpr, UNITS: tl.constexpr, PROMPT_BLOCK: tl.constexpr):
+def _unit(
+    table,
+    n,
+    start,
+    LAYERS: tl.constexpr,
+    UNITS: tl.constexpr,
+    PROMPT_BLOCK: tl.constexpr,
+    ONE_RUN: tl.constexpr,
+):
     """(layer, slab row, slot, position, mask) of this program's units: layers of a token are neighbours,
-    as in the slab. PROMPT_BLOCK: tokens of a block in vLLM's block lists."""
-    header = table + 4 * tl.program_id(1)
+    as in the slab. PROMPT_BLOCK: tokens of a block in vLLM's block lists. ONE_RUN: n and start are those of
+    the only run, so that its header need not be read first; else they mean nothing."""
     data = table + 4 * tl.num_programs(1)
-    rows_at, n, start, blocks_at = (
-        tl.load(header),
-        tl.load(header + 1),
-        tl.load(header + 2),
-        tl.load(header + 3),
-    )
+    if ONE_RUN:
+        rows_at = 0
+        blocks_at = n
+    else:
+        header = table + 4 * tl.program_id(1)
+        rows_at = tl.load(header)
+        n = tl.load(header + 1)
+        start = tl.load(header + 2)
+        blocks_at = tl.load(header + 3)
     unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
     token = unit // LAYERS
     mask = token < n
@@ -78,7 +89,7 @@ def _rotate(first, second, cos, sin, is_moved):
     return turned_x, turned_y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "start"])
 def inject_kernel(
     slab,
     origins,
@@ -86,12 +97,15 @@ def inject_kernel(
     layer_offsets,
     inv_freq,
     table,
+    n,
+    start,
     LAYERS: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PROMPT_BLOCK: tl.constexpr,
+    ONE_RUN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
@@ -106,7 +120,7 @@ def inject_kernel(
 ):
     """Slab rows → keys rotated to their position → paged caches. BLOCK_HEADS … BLOCK_PAIRS: powers of two
     that cover their sizes; BLOCK_REST: of the key elements that are not rotated, 0 where all are."""
-    layer, row, slot, position, mask = _unit(table, LAYERS, UNITS, PROMPT_BLOCK)
+    layer, row, slot, position, mask = _unit(table, n, start, LAYERS, UNITS, PROMPT_BLOCK, ONE_RUN)
     delta = position - tl.load(origins + row, mask=mask, other=0)
     source = _slab_offset(row, layer, LAYERS, 2 * HEADS * DIM, ALIGN)[:, None, None]
     target = _cache_offset(layer_offsets, layer, slot, mask, BLOCK_SIZE, BLOCK_STRIDE, SLOT_STRIDE, ALIGN)[
@@ -149,17 +163,20 @@ def inject_kernel(
     tl.store(cache + target + (KV_STRIDE + head * HEAD_STRIDE + dim), values, mask=value_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "start"])
 def capture_kernel(
     slab,
     origins,
     cache,
     layer_offsets,
     table,
+    n,
+    start,
     LAYERS: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PROMPT_BLOCK: tl.constexpr,
+    ONE_RUN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
@@ -171,7 +188,7 @@ def capture_kernel(
     BLOCK_DIM: tl.constexpr,
 ):
     """Paged caches → slab rows, bit for bit; `origins` of the rows become their positions."""
-    layer, row, slot, position, mask = _unit(table, LAYERS, UNITS, PROMPT_BLOCK)
+    layer, row, slot, position, mask = _unit(table, n, start, LAYERS, UNITS, PROMPT_BLOCK, ONE_RUN)
     tl.store(origins + row, position, mask=mask & (layer == 0))
     target = _slab_offset(row, layer, LAYERS, 2 * HEADS * DIM, ALIGN)[:, None, None]
     source = _cache_offset(layer_offsets, layer, slot, mask, BLOCK_SIZE, BLOCK_STRIDE, SLOT_STRIDE, ALIGN)[

@@ -34,11 +34,12 @@ class Expanded(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Runs of one step. table: see above; longest: tokens of the longest run."""
+    """Runs of one step. table: see above; longest: tokens of the longest run; first_start: of the first."""
 
     table: bytes
     num_runs: int
     longest: int
+    first_start: int
 
     def expand(self, block_size: int) -> Expanded:
         """The same token by token."""
@@ -82,7 +83,8 @@ class MovesBuilder:
         if not self._headers:
             return None
         head = struct.pack(f"{len(self._headers)}i", *self._headers)
-        return Moves(b"".join([head, *self._parts]), len(self._headers) // HEADER, self._longest)
+        table = b"".join([head, *self._parts])
+        return Moves(table, len(self._headers) // HEADER, self._longest, self._headers[2])
 
 
 def single_run(rows: Int32Array, start: int, block_ids: Sequence[int], block_size: int) -> Moves:
