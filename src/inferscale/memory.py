@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inferscale.catalog import Catalog, Deletion, VectorMark
+from inferscale.catalog import Catalog, Deletion, RememberedReads, VectorMark
 from inferscale.config import MemoryConfig
 from inferscale.errors import InvalidInput, UnknownFact, UnknownScope
 from inferscale.facts import Fact, Scope, SearchHit, Turn
@@ -60,6 +60,7 @@ class Memory:
     ) -> None:
         self.config = config if config is not None else MemoryConfig()
         self.catalog = Catalog(self.config.data_dir)
+        self._remembered = RememberedReads(self.catalog)
         self._embedder = embedder
         self.check_text = check_text
         self._lock = threading.RLock()
@@ -131,8 +132,8 @@ class Memory:
         query_vector = embedder.embed([text])[0]
         embedded_s = time.perf_counter()
         index = self._synced_index()
-        hits = index.search(query_vector, k, self.catalog.scope_codes(scope))
-        found = self.catalog.found_facts(scope, [hit.id for hit in hits], model)
+        hits = index.search(query_vector, k, self._remembered.scope_codes(scope))
+        found = self._remembered.found_facts(scope, [hit.id for hit in hits], model)
         # A fact can have been deleted by another process since the search.
         facts = tuple(SearchHit(found.facts[hit.id], hit.score) for hit in hits if hit.id in found.facts)
         done_s = time.perf_counter()
@@ -204,7 +205,7 @@ class Memory:
         self.close()
 
     def _check_known(self, scope: Scope) -> None:
-        if self.catalog.has_facts(scope):
+        if self._remembered.has_facts(scope):
             return
         # Only a number: the ids of other users are not for everyone's eyes.
         raise UnknownScope(

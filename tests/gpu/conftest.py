@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def known_library(engine: RealEngine, model: Path) -> Library:
 
 
 @pytest.fixture
-def library(known_library: Library) -> Library:
-    """A head and facts, all of them in the pool."""
+def library(request: pytest.FixtureRequest, known_library: Library) -> Library:
+    """A head and facts, all of them in the pool. What a test chooses of them is the same in every run."""
     known_library.store_missing()
+    known_library.random.seed(zlib.crc32(request.node.name.encode()))
     return known_library

@@ -36,6 +36,9 @@ LIKELY = 1e-4
 """Log-probabilities are compared of tokens that are at least so probable: those of the others are of no
 consequence for an answer, and the rounding of their logits hides what is looked for."""
 
+SUM_ERROR = 1e-6
+"""Probabilities come as float32 logarithms: what a sum of them leaves to 1 is known no better than this."""
+
 
 class Ask(NamedTuple):
     """A request. salt: of the prefix cache, for a request without a plan."""
@@ -176,9 +179,7 @@ def start(model: Path) -> RealEngine:
         arguments["block_size"] = 32  # the smallest that vLLM's CPU kernels take
         arguments["enforce_eager"] = True
     arguments["num_gpu_blocks_override"] = CACHE_TOKENS // arguments["block_size"]
-    connector = ConnectorConfig(
-        injection_path=path, pool_size_bytes="256MiB", compile_injection=not ON_CPU
-    )
+    connector = ConnectorConfig(injection_path=path, pool_size_bytes="256MiB", compile_injection=not ON_CPU)
     return RealEngine(OfflineEngine(model, connector, arguments))
 
 
@@ -225,7 +226,7 @@ class Library:
         self.engine = engine
         self.reference = Reference(model)
         self._tokenizer = AutoTokenizer.from_pretrained(str(model))
-        self.random = random.Random(2)
+        self.random = random.Random(0)
         head = self.ids("<|im_start|>system\nWhat is known, in the order in which it was said:\n")
         items = [self.ids(text) for text in _facts(self.random, self.NUM_FACTS)]
         lengths = [len(item) for item in items]
@@ -244,13 +245,20 @@ class Library:
     def _expected(self, ids: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[Stored]:
         kv = self.reference.encode(ids)
         return [
-            Stored(self.engine.key(ids[:start], ids[start:end]), tuple(ids[start:end]), start, kv.span(start, end))
+            Stored(
+                self.engine.key(ids[:start], ids[start:end]),
+                tuple(ids[start:end]),
+                start,
+                kv.span(start, end),
+            )
             for start, end in spans
         ]
 
     def store_missing(self) -> None:
+        """With other segments gone, where it is not complete."""
         keys = [self.head.key, *(fact.key for fact in self.facts)]
         if not all(self.engine.offline.residency.resident(keys)):
+            assert self.engine.offline.llm.llm_engine.reset_prefix_cache(reset_connector=True)
             self.engine.serve([self.engine.capturing(ids, spans) for ids, spans in self._passes], 0)
         self.engine.stats()  # their last reports have arrived then
         assert all(self.engine.offline.residency.resident(keys))
@@ -345,20 +353,16 @@ def distance(found: FloatArray, expected: FloatArray) -> Distance:
         p, q = np.exp(e[is_listed]), np.exp(f[is_listed])
         # With q - p added, every term is at least zero, and errors of the sums to 1 cancel.
         divergence = float((p * (e[is_listed] - f[is_listed]) + q - p).sum())
-        rest_p, rest_q = max(1.0 - p.sum(), 0.0), max(1.0 - q.sum(), 1e-30)
-        if not is_listed.all() and rest_p > 0.0:
+        if not is_listed.all():
+            rest_p, rest_q = (max(1.0 - float(x.sum()), SUM_ERROR) for x in (p, q))
             divergence += rest_p * float(np.log(rest_p / rest_q)) + rest_q - rest_p
         divergences.append(divergence)
     return Distance(largest, float(np.mean(divergences)))
 
 
 def together(distances: Sequence[Distance]) -> Distance:
-    """Of all their positions, where each has as many."""
+    """The largest of all; the mean divergence, where each has as many positions."""
     return Distance(max(d.largest for d in distances), float(np.mean([d.kl for d in distances])))
-
-
-def worst(distances: Sequence[Distance]) -> Distance:
-    return Distance(max(d.largest for d in distances), max(d.kl for d in distances))
 
 
 def log_softmax(logits: FloatArray) -> FloatArray:

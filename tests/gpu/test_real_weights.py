@@ -22,7 +22,6 @@ from real_engine import (
     distance,
     log_softmax,
     together,
-    worst,
 )
 
 from harness.mixes import Part, Stored, expected_parts, ids_of
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.gpu
 
 FACTOR = 2
 """How much further than without injection an answer may be: rotated keys are rounded once more."""
-TELLING = 4
+TELLING = 10
 """How much further than the tolerance a mistake must be, for a test that would have found it."""
 NUM_TOP = 500
 """Log-probabilities a step of crowds: all 49,152 of every step are too many for the way between processes."""
@@ -66,10 +65,8 @@ def test_same_position_equals_the_prefix_cache(engine: RealEngine, library: Libr
     repeats, injections, others = [], [], []
     for num_tokens in (160, 320, 640):
         memory, spans = passage(engine, library, num_tokens)
-        other, _ = passage(engine, library, num_tokens)
-        other += memory[len(other) :]
         # The same facts said behind another head: the same tokens at the same positions, another KV.
-        strange = other[: spans[0][1]] + memory[spans[0][1] :]
+        strange = library.talk(spans[0][1]) + memory[spans[0][1] :]
         capture, strange_capture = engine.capturing(memory, spans), engine.capturing(strange, spans)
         engine.alone([capture, strange_capture])
         assert capture.plan is not None
@@ -90,8 +87,7 @@ def test_same_position_equals_the_prefix_cache(engine: RealEngine, library: Libr
             repeats.append(distance(second.logprobs(), first.logprobs()))
             injections.append(distance(injected.logprobs(), first.logprobs()))
             others.append(distance(mistaken.logprobs(), first.logprobs()))
-            assert repeats[-1] > Distance(0, 0) or injected.token_ids == first.token_ids
-    repeat, injection, other_kv = worst(repeats), worst(injections), together(others)
+    repeat, injection, other_kv = together(repeats), together(injections), together(others)
     report("hit again", repeat)
     report("injected", injection)
     report("another KV", other_kv)
@@ -258,15 +254,15 @@ def check_firsts(
     alone_plain: Sequence[FloatArray],
 ) -> None:
     """First tokens of each request are as near to those of the same request alone as plain ones are."""
-    baseline = worst([distance(a, e) for a, e in zip(firsts(between), alone_plain, strict=True)])
-    found = worst([distance(a, e) for a, e in zip(firsts(answers), alone, strict=True)])
+    baseline = together([distance(a, e) for a, e in zip(firsts(between), alone_plain, strict=True)])
+    found = together([distance(a, e) for a, e in zip(firsts(answers), alone, strict=True)])
     # What the next request read, for one that was mixed up with it.
     mixed_up = [distance(a, e) for a, e in zip(firsts(answers), [*alone[1:], alone[0]], strict=True)]
     report("plain, against alone", baseline)
     report("injected, against alone", found)
     report("injected, against the next one", together(mixed_up))
     tolerance = baseline.times(FACTOR)
-    assert found.is_within(tolerance)
+    assert found.is_within(tolerance)  # `largest` of every request, by itself
     assert sorted(one.kl for one in mixed_up)[len(mixed_up) // 10] > TELLING * tolerance.kl
 
 
@@ -274,7 +270,8 @@ def check_firsts(
 
 NUM_LONG = 160
 """Output tokens with which the crowd outgrows the paged cache."""
-LAST = 8
+LAST = 16
+"""Of its tokens, how many are compared with the reference; they were computed after the resume."""
 
 
 def test_preempted_requests_inject_again(engine: RealEngine, library: Library) -> None:
@@ -293,72 +290,76 @@ def test_preempted_requests_inject_again(engine: RealEngine, library: Library) -
     check_firsts(answers, alone, between, alone_plain)
 
     resumed = [place for place, answer in enumerate(answers) if answer.outcome["resumes"]]
-    print(f"{stats['preemptions'] - before['preemptions']} preemptions, {len(resumed)} requests resumed")
+    again = stats["tokens_injected"] - before["tokens_injected"] - 2 * sum(num_stored(p) for p in prompts)
+    print(
+        f"{stats['preemptions'] - before['preemptions']} preemptions; of requests with memory "
+        f"{len(resumed)} resumed, {again} tokens were injected once more"
+    )
     assert resumed
-    baseline = together([lasts(library, [Text(ids)], one) for ids, one in list(zip(plain, between))[:4]])
-    found = together([lasts(library, as_told(prompts[p]), answers[p]) for p in resumed[:4]])
+    assert again > 0
+    baseline = together(
+        [lasts(library, [Text(ids)], one) for ids, one in zip(plain[:8], between[:8], strict=True)]
+    )
+    found = together([lasts(library, as_told(prompts[p]), answers[p]) for p in resumed[:8]])
     report("plain, last tokens against the reference", baseline)
     report("resumed, last tokens against the reference", found)
     assert found.is_within(baseline.times(FACTOR))
 
 
 def lasts(library: Library, parts: Sequence[Text | Injected], answer: Served) -> Distance:
-    """Of the last tokens, which were computed behind what was injected on the resume."""
     known = [*parts, Text(answer.token_ids[:-1])]
     return distance(answer.logprobs(-LAST), log_softmax(library.reference.logits_of(known, LAST)))
 
 
 def test_evicted_facts_are_text_from_there_on(engine: RealEngine, library: Library) -> None:
-    """The pool overflows while requests read from it; each answers for what it was really given."""
-    used, unused = library.facts[::2], library.facts[1::2]
-    engine.serve([engine.with_memory([library.head, *used, library.talk(5)])], 0)  # was used last
-    before = engine.stats()
-    size = before["page_size_tokens"]
-    pages = before["free_pages"] + sum(-(-len(fact.ids) // size) for fact in unused) // 2
-    fillers = []
-    while pages > 0:
-        num_tokens = min(pages * size, MAX_FILLER)
-        fillers.append(engine.capturing(library.talk(num_tokens), [(0, num_tokens)]))
-        pages -= num_tokens // size
+    """The pool overflows before and while requests read from it; each answers for what it was really given."""
+    kept, lost = library.facts[:50], library.facts[50:]
+    for facts in (lost, kept):  # in the order in which they will go
+        engine.serve([engine.with_memory([library.head, *facts, library.talk(5)])], 0)
     prompts: list[list[Part]] = [
-        [library.head, *kept, *lost, library.retelling("last")]
-        for kept, lost in zip(halves(used[:24], 6), halves(unused[:24], 6), strict=True)
+        [library.head, *kept[4 * n : 4 * n + 4], *lost[18 + n :: -6], library.retelling("last")]
+        for n in range(6)
     ]
     asks = [engine.with_memory(parts, NUM_STEPS) for parts in prompts]
-    engine.serve(fillers[:-1], 0)
-    served = engine.serve([*asks[:2], fillers[-1], *asks[2:]])
-    answers = [*served[:2], *served[3:]]
+    before = engine.stats()
+    size = before["page_size_tokens"]
+    num_quarter = sum(-(-len(fact.ids) // size) for fact in lost) // 4
+    engine.serve([filler(engine, library, n * size) for n in chunks(before["free_pages"] + num_quarter)], 0)
+    answers = engine.serve([filler(engine, library, num_quarter * size), *asks])[1:]
     plain = engine.serve([Ask(ids_of(parts), max_tokens=NUM_STEPS) for parts in prompts])
-    stats = engine.stats()
-    numbers = [(injected_of(answer), num_stored(parts)) for parts, answer in zip(prompts, answers, strict=True)]
-    print(f"{stats['evictions'] - before['evictions']} evictions; injected of stored tokens: {numbers}")
-    assert stats["evictions"] > before["evictions"]
-    assert any(0 < injected < stored for injected, stored in numbers)
+    num_evicted = engine.stats()["evictions"] - before["evictions"]
+    numbers = [
+        (injected_of(answer), num_stored(parts)) for parts, answer in zip(prompts, answers, strict=True)
+    ]
+    print(f"{num_evicted} evictions; injected of stored tokens: {numbers}")
+    assert num_evicted
+    assert all(0 < injected < stored for injected, stored in numbers)
 
-    baseline = together(
-        [
-            distance(answer.logprobs(), expected(library, [Text(ids_of(parts))], answer))
-            for parts, answer in zip(prompts, plain, strict=True)
-        ]
-    )
-    found = together(
-        [
-            distance(answer.logprobs(), expected(library, expected_parts(parts, injected_of(answer)), answer))
-            for parts, answer in zip(prompts, answers, strict=True)
-        ]
-    )
+    def apart(injected: Sequence[int], answers: Sequence[Served]) -> Distance:
+        return together(
+            [
+                distance(answer.logprobs(), expected(library, expected_parts(parts, num), answer))
+                for parts, num, answer in zip(prompts, injected, answers, strict=True)
+            ]
+        )
+
+    baseline = apart([0] * len(prompts), plain)
+    found = apart([injected for injected, _ in numbers], answers)
+    mistake = apart([stored for _, stored in numbers], answers)
     report("plain", baseline)
-    report("injected as far as it goes", found)
+    report("injected as far as it went", found)
+    report("as if all were injected", mistake)
     assert found.is_within(baseline.times(FACTOR))
+    assert mistake.kl > TELLING * FACTOR * baseline.kl
 
 
-MAX_FILLER = 1600
-"""Tokens of one segment that fills the pool."""
+def filler(engine: RealEngine, library: Library, num_tokens: int) -> Ask:
+    """Takes so many tokens of the pool with one segment."""
+    return engine.capturing(library.talk(num_tokens), [(0, num_tokens)])
 
 
-def halves(facts: Sequence[Stored], num: int) -> list[Sequence[Stored]]:
-    size = len(facts) // num
-    return [facts[place * size : (place + 1) * size] for place in range(num)]
+def chunks(num_pages: int, size: int = 100) -> list[int]:
+    return [min(size, num_pages - start) for start in range(0, num_pages, size)]
 
 
 # small ------------------------------------------------------------------------------------------
@@ -370,7 +371,7 @@ def num_stored(parts: Sequence[Part]) -> int:
 
 def injected_of(answer: Served) -> int:
     assert "reason" not in answer.outcome, answer.outcome
-    assert answer.outcome["cached_tokens"] == 0, answer.outcome
+    assert answer.outcome["cached_tokens"] == 0 or answer.outcome["resumes"], answer.outcome
     return int(answer.outcome["injected_tokens"])
 
 

@@ -10,6 +10,7 @@ from inferscale.catalog.catalog import (
     VectorMark,
 )
 from inferscale.catalog.passes import EncodePass, Encoding, NewPass
+from inferscale.catalog.remembered import RememberedReads
 
 __all__ = [
     "CATALOG_FILE",
@@ -19,6 +20,7 @@ __all__ = [
     "Encoding",
     "FoundFacts",
     "NewPass",
+    "RememberedReads",
     "ScopeEpoch",
     "VectorChanges",
     "VectorMark",

@@ -1,0 +1,94 @@
+"""Reads of a catalog that are remembered until any process writes to it.
+
+A conversation asks for many of the same facts again. Everything remembered belongs to one change token: it
+is forgotten as a whole once the token differs, and what is read is kept only if the token is still the
+same afterwards, so that an answer is always of one state of the catalog.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from inferscale.catalog.catalog import Catalog, FoundFacts
+from inferscale.catalog.database import ChangeToken
+from inferscale.facts import Fact, Scope
+
+MAX_FACTS = 100_000
+"""All is forgotten when more facts than that are remembered."""
+
+_A = TypeVar("_A")
+
+
+class RememberedReads:
+    """Answers like the catalog's methods of the same names. Safe from several threads."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._lock = threading.Lock()
+        self._token: ChangeToken | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._known: set[Scope] = set()
+        self._codes: dict[Scope, list[int]] = {}
+        self._epochs: dict[Scope, int] = {}
+        self._facts: dict[int, Fact] = {}
+        self._keys: dict[tuple[str, int], str | None] = {}
+
+    def has_facts(self, filter: Scope) -> bool:
+        def read() -> bool:
+            if filter not in self._known and self._catalog.has_facts(filter):
+                self._known.add(filter)
+            return filter in self._known
+
+        return self._of_one_state(read)
+
+    def scope_codes(self, filter: Scope) -> list[int]:
+        def read() -> list[int]:
+            if filter not in self._codes:
+                self._codes[filter] = self._catalog.scope_codes(filter)
+            return self._codes[filter]
+
+        return self._of_one_state(read)
+
+    def found_facts(self, filter: Scope, seqs: Iterable[int], model: str | None = None) -> FoundFacts:
+        wanted = list(seqs)
+
+        def read() -> FoundFacts:
+            missing = [seq for seq in wanted if seq not in self._facts]
+            if model is not None:
+                missing += [seq for seq in wanted if seq in self._facts and (model, seq) not in self._keys]
+            if len(self._facts) + len(missing) > MAX_FACTS:
+                self._facts, self._keys, missing = {}, {}, wanted
+            if missing or filter not in self._epochs:
+                self._learn(self._catalog.found_facts(filter, missing, model), filter, model)
+            facts = {seq: self._facts[seq] for seq in wanted if seq in self._facts}
+            keys = {}
+            if model is not None:
+                for seq, fact in facts.items():
+                    key = self._keys.get((model, seq))
+                    if key is not None:
+                        keys[fact.id] = key
+            return FoundFacts(facts, keys, self._epochs[filter])
+
+        return self._of_one_state(read)
+
+    def _learn(self, found: FoundFacts, filter: Scope, model: str | None) -> None:
+        self._facts.update(found.facts)
+        self._epochs[filter] = found.epoch
+        if model is not None:
+            for seq, fact in found.facts.items():
+                self._keys[model, seq] = found.keys.get(fact.id)
+
+    def _of_one_state(self, read: Callable[[], _A]) -> _A:
+        with self._lock:
+            while True:
+                token = self._catalog.change_token()
+                if token != self._token:
+                    self._clear()
+                    self._token = token
+                answer = read()
+                if self._catalog.change_token() == token:
+                    return answer
