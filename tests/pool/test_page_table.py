@@ -109,7 +109,8 @@ class PageTableMachine(RuleBasedStateMachine):
     def agrees(self) -> None:
         table = self.table
         table.check()
-        assert list(table._entries) == list(self.model)
+        if not table._used:  # uses are put in order when that is asked for
+            assert list(table._entries) == list(self.model)
         assert len(table) == len(self.model)
         assert table.num_free_pages == self.free_pages()
         assert table.num_evicted == self.num_evicted

@@ -25,6 +25,9 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int32]
 
+_MAX_NOTED = 256
+"""Uses that are noted before they are put in order."""
+
 
 @dataclass(slots=True)
 class Entry:
@@ -57,6 +60,7 @@ class PageTable:
         self._offsets = np.arange(page_size_tokens, dtype=np.int32)
         self._free: list[int] = list(range(num_pages - 1, -1, -1))
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # least recently used first
+        self._used: list[Sequence[Entry]] = []  # uses that `_entries` is not in the order of yet
         self._freed: list[int] = []
         self.num_evicted = 0
         self.num_resident = 0
@@ -90,11 +94,21 @@ class PageTable:
         return run
 
     def touch(self, entries: Sequence[Entry]) -> None:
-        """Count a use of resident entries: the last of them becomes the most recently used."""
-        move_to_end = self._entries.move_to_end
-        for entry in entries:
-            assert entry.is_resident
-            move_to_end(entry.key)
+        """Count a use of resident entries: the last of them becomes the most recently used.
+
+        Only noted here, and put in order when the order is asked for: this is on the path to a first token.
+        """
+        self._used.append(entries)
+        if len(self._used) > _MAX_NOTED:
+            self._put_in_order()
+
+    def _put_in_order(self) -> None:
+        entries = self._entries
+        for used in self._used:
+            for entry in used:
+                if entries.get(entry.key) is entry:
+                    entries.move_to_end(entry.key)
+        self._used.clear()
 
     def can_reserve(self, num_tokens: int) -> bool:
         return self._pages_for(num_tokens) <= len(self._free) + self._num_evictable_pages
@@ -108,6 +122,7 @@ class PageTable:
         if not self.can_reserve(num_tokens):
             return None
         needed = self._pages_for(num_tokens)
+        self._put_in_order()
         while len(self._free) < needed:
             victim = next(e for e in self._entries.values() if e.is_resident)
             self._release(victim)
