@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,13 +16,13 @@ from inferscale.bench.conversation import BenchConversation
 from inferscale.bench.decode import DecodeTask, measure_decode, run_task
 from inferscale.bench.engine import EngineSpec
 from inferscale.bench.harness import BenchRun, read_rows
-from inferscale.bench.load import StockEngine, drive
+from inferscale.bench.load import StockEngine, drive, drive_steadily
 from inferscale.bench.options import DecodeOptions, E2eOptions, RandomTokens
 from inferscale.chat_result import ChatTimings
 from inferscale.errors import EngineError, InvalidInput
 from inferscale.facts import Fact, Scope, SearchHit, Turn
 from inferscale.memory_llm import ChatResult
-from inferscale.offline import GenerationRequest
+from inferscale.offline import Answer, Generation, GenerationRequest
 from inferscale.windows import sliding
 
 SPEC = EngineSpec("some/tiny", random_weights=True, extra={"max_num_seqs": 7})
@@ -206,3 +206,47 @@ def test_more_facts_than_turns_are_refused(opened: list[FakeLLM]) -> None:
     with pytest.raises(InvalidInput, match=r"k=9 was asked for; demo has 8 turns"):
         e2e.measure_e2e(SPEC, CONVERSATION, E2eOptions(k=9), None, lambda _: None)
     assert not opened
+
+
+class _Steps:
+    """Answers a request after as many steps as it has tokens to make."""
+
+    def __init__(self) -> None:
+        self.left: dict[str, int] = {}
+        self.aborted: list[str] = []
+        self.most = 0
+
+    def submit(self, request: GenerationRequest) -> str:
+        name = f"r{len(self.left)}-{id(request)}"
+        self.left[name] = request.max_tokens
+        self.most = max(self.most, sum(left > 0 for left in self.left.values()))
+        return name
+
+    def step(self) -> list[Answer]:
+        done = []
+        for name, left in self.left.items():
+            self.left[name] = left - 1
+            if left == 1:
+                done.append(Answer(name, Generation("", (0,), 0.1, 0.2, 0, None, "length")))
+        return done
+
+    def abort(self, names: Iterable[str]) -> None:
+        self.aborted += names
+
+
+def test_steady_load_counts_from_when_all_lanes_are_under_way() -> None:
+    server = _Steps()
+    lanes = [[GenerationRequest([lane], 1 + lane), *[GenerationRequest([lane], 5)] * 9] for lane in range(4)]
+    window = drive_steadily(server, [iter(lane) for lane in lanes], 10)
+    assert len(window.served) == 10
+    assert all(number >= 1 for _, number, _ in window.served)
+    assert {lane for lane, _, _ in window.served} == {0, 1, 2, 3}
+    assert all(one.request.max_tokens == 5 for _, _, one in window.served)
+    assert server.most == 4, "each lane has one request at a time"
+    assert len(server.aborted) == 4, "what still runs is ended"
+    assert window.seconds > 0
+
+
+def test_steady_load_needs_lanes_that_do_not_end() -> None:
+    with pytest.raises(ValueError, match="lane 0 has no request left before 10 are done"):
+        drive_steadily(_Steps(), [iter([GenerationRequest([1], 1)] * 3)], 10)

@@ -74,6 +74,50 @@ def drive(server: Server, lanes: Sequence[Iterator[GenerationRequest]]) -> list[
     return served
 
 
+class Window(NamedTuple):
+    """What a stretch of steady load has done. served: (lane, which of its requests, request)."""
+
+    seconds: float
+    served: list[tuple[int, int, Served]]
+
+
+def drive_steadily(server: Server, lanes: Sequence[Iterator[GenerationRequest]], num: int) -> Window:
+    """Load without begin and end: from when every lane has done its first request, until `num` more are done.
+
+    The first requests are to be of different lengths, so that lanes do not run in step: else all of them
+    would send at once again and again, which no users do. What is still running at the end is aborted.
+    Raises ValueError for lanes that end too early.
+    """
+    running: dict[str, tuple[int, int, GenerationRequest]] = {}
+    sent = [0] * len(lanes)
+    num_first = len(lanes)
+    start_s = 0.0
+    served: list[tuple[int, int, Served]] = []
+
+    def send(lane: int) -> None:
+        request = next(lanes[lane], None)
+        if request is None:
+            raise ValueError(f"lane {lane} has no request left before {num} are done")
+        running[server.submit(request)] = (lane, sent[lane], request)
+        sent[lane] += 1
+
+    try:
+        for lane in range(len(lanes)):
+            send(lane)
+        while len(served) < num:
+            for answer in server.step():
+                lane, number, request = running.pop(answer.name)
+                if number == 0:
+                    num_first -= 1
+                    start_s = time.perf_counter()
+                elif num_first == 0:
+                    served.append((lane, number, Served(request, answer.generation)))
+                send(lane)
+        return Window(time.perf_counter() - start_s, served)
+    finally:
+        server.abort(list(running))
+
+
 class StockEngine:
     """A `vllm.LLM` without the connector, driven as `OfflineEngine` drives its own."""
 

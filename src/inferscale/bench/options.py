@@ -17,8 +17,8 @@ class TtftOptions:
 
 @dataclass(frozen=True)
 class ThroughputOptions:
-    """What is measured. users: clients at once, each with a memory of its own; rounds: requests that each
-    sends, one after the other; repeats: how often all modes run in turn; tail: facts that are recomputed."""
+    """What is measured. users: clients at once, each with a memory of its own; rounds: measured requests
+    of each on average; repeats: how often all modes run in turn; tail: facts that are recomputed."""
 
     users: int = 100
     k: int = 50

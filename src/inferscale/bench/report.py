@@ -79,7 +79,7 @@ def throughput_table(rows: Sequence[Row]) -> str:
         [
             *lines,
             "",
-            f"{config['users']} users at once, each {config['rounds']} requests one after the other, "
+            f"{config['users']} users at once, {config['users'] * config['rounds']} requests in steady load, "
             f"k={first['k']}, {config['output_tokens']} output tokens, {first['n']} repeats of all modes in "
             f"turn. Requests/s: {', '.join(ratios)}.",
             _source(first),

@@ -1,16 +1,18 @@
 """`inferscale bench throughput`: many users at once, each with a memory of its own, modes in turn.
 
 A closed loop: every user sends its next request when its last one is done, each with another question
-and another choice and order of its facts. In `hit` a user's facts and their order stay the same from
-request to request, and their blocks were put into vLLM's prefix cache before: the best that exact
-prefix caching can do. The prefix cache is emptied before each mode. All modes run `repeats` times in
-turn, so that ratios are paired.
+and another choice and order of its facts. Users are out of step, since their first answers, which do not
+count, have different lengths; measured is from when all of those are done (`load.drive_steadily`).
+
+In `hit` a user's facts and their order stay the same from request to request, and their blocks were put
+into vLLM's prefix cache before: the best that exact prefix caching can do. The prefix cache is emptied
+before each mode. All modes run `repeats` times in turn, so that ratios are paired.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from inferscale.bench.arms import (
@@ -25,17 +27,19 @@ from inferscale.bench.arms import (
 from inferscale.bench.encode import Encoding
 from inferscale.bench.engine import BenchEngine
 from inferscale.bench.harness import BenchRun, Row, Say
-from inferscale.bench.load import Served, drive
+from inferscale.bench.load import Served, drive, drive_steadily
 from inferscale.bench.options import ThroughputOptions
 from inferscale.bench.workload import Asked
 from inferscale.offline import GenerationRequest
 
 _WARM_UP_TOKENS = 4
+_SPARE_QUESTIONS = 6
+"""Beyond `rounds`, for the first request and for users that are faster than others."""
 _RATIOS = (("inject", "text"), ("hit", "text"), ("inject", "hit"), ("inject", "none"))
 
 
 class _Pass(NamedTuple):
-    """One mode, once: all requests of all users."""
+    """One mode, once: the requests of its measured stretch."""
 
     seconds: float
     served: list[Served]
@@ -50,18 +54,19 @@ def measure_throughput(
     Raises EngineError for a request that did not run as its mode says: nothing is written then.
     """
     first = len(run.rows)
+    num_questions = options.rounds + _SPARE_QUESTIONS
     asked = [
-        [encoding.workload.ask(user, number, options.k, options.tail) for number in range(options.rounds)]
+        [encoding.workload.ask(user, number, options.k, options.tail) for number in range(num_questions)]
         for user in range(options.users)
     ]
     for one in asked:
         check_fits(one[0], options.output_tokens, engine.offline.max_model_len)
     for mode in MODES:
-        _run_mode(engine, encoding, mode, [one[:1] for one in asked], _WARM_UP_TOKENS)
+        _run_mode(engine, encoding, mode, asked, replace(options, rounds=1, output_tokens=_WARM_UP_TOKENS))
     passes: dict[str, list[_Pass]] = {mode: [] for mode in MODES}
     for repeat in range(options.repeats):
         for mode in _rotated(repeat):
-            done = _run_mode(engine, encoding, mode, asked, options.output_tokens)
+            done = _run_mode(engine, encoding, mode, asked, options)
             passes[mode].append(done)
             say(f"  {mode}: {len(done.served) / done.seconds:.1f} requests/s")
     _add_rows(engine, options, passes, run)
@@ -69,24 +74,30 @@ def measure_throughput(
 
 
 def _run_mode(
-    engine: BenchEngine, encoding: Encoding, mode: str, asked: list[list[Asked]], output_tokens: int
+    engine: BenchEngine, encoding: Encoding, mode: str, asked: list[list[Asked]], options: ThroughputOptions
 ) -> _Pass:
     engine.reset_prefix_cache()
     if mode == "hit":
         primes = iter([prime_of(questions[0]) for questions in asked])
         drive(engine.offline, [primes] * len(asked))
         asked = [_same_facts(questions) for questions in asked]
-    requests = [[request_of(mode, one, encoding, output_tokens) for one in questions] for questions in asked]
+    requests = [_requests(mode, encoding, questions, options, user) for user, questions in enumerate(asked)]
     lanes: list[Iterator[GenerationRequest]] = [iter(ones) for ones in requests]
-    start_s = time.perf_counter()
-    served = drive(engine.offline, lanes)
-    seconds = time.perf_counter() - start_s
+    window = drive_steadily(engine.offline, lanes, options.users * options.rounds)
     counts = [
-        checked_counts(mode, question, one.request, one.generation, engine.block_size)
-        for questions, ones in zip(asked, served, strict=True)
-        for question, one in zip(questions, ones, strict=True)
+        checked_counts(mode, asked[user][number], one.request, one.generation, engine.block_size)
+        for user, number, one in window.served
     ]
-    return _Pass(seconds, [one for ones in served for one in ones], counts)
+    return _Pass(window.seconds, [one for _, _, one in window.served], counts)
+
+
+def _requests(
+    mode: str, encoding: Encoding, questions: Sequence[Asked], options: ThroughputOptions, user: int
+) -> list[GenerationRequest]:
+    """A user's requests; the first one's answer has a length of its own, from 1 token to all."""
+    first_tokens = 1 + user * options.output_tokens // options.users
+    lengths = [first_tokens] + [options.output_tokens] * (len(questions) - 1)
+    return [request_of(mode, one, encoding, num) for one, num in zip(questions, lengths, strict=True)]
 
 
 def _same_facts(questions: list[Asked]) -> list[Asked]:
@@ -108,7 +119,7 @@ def _add_rows(
         "rounds": options.rounds,
         "output_tokens": options.output_tokens,
         "counters": engine.counters(),
-        "loop": "closed: a user's next request is sent when its last one is done",
+        "loop": "closed: a user's next request is sent when its last one is done; users out of step",
     }
     rates: dict[str, list[float]] = {}
     for mode, ones in passes.items():

@@ -117,7 +117,7 @@ def ttft(
     type=POSITIVE,
     default=_THROUGHPUT.rounds,
     show_default=True,
-    help="Requests of each user, one after the other.",
+    help="Measured requests of each user, on average.",
 )
 @click.option(
     "--repeats",
