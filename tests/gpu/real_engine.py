@@ -1,4 +1,4 @@
-"""A real model behind `OfflineEngine`: requests that return log-probabilities, and how far two of them are apart.
+"""A real model behind `OfflineEngine`: requests with log-probabilities, and how far those are apart.
 
 Log-probabilities come out of vLLM's public interface, from the engine's own process.
 """
@@ -91,7 +91,7 @@ class RealEngine:
             if plan is not None:
                 extra = {"kv_transfer_params": to_wire(plan, self.offline.secret)}
                 salt = salt_of(plan, self.offline.secret)
-            # Without a salt of its own, a plain prompt would be found in the prefix cache when it comes again.
+            # Without a salt of its own, a plain prompt would be found in the prefix cache the next time.
             salt = salt or f"plain {next(self._numbers)}"
             prompts.append({"prompt_token_ids": list(ask.ids), "cache_salt": salt})
             params.append(
@@ -285,11 +285,11 @@ class Library:
         return tuple(ids[:num_tokens])
 
 
-_PEOPLE = "Ana Ben Chloe David Elif Farid Greta Hugo Ines Jonas Kira Luis Mona Nils Olga Pedro".split()
-_PLACES = "Oslo Lima Cairo Kyoto Porto Quito Accra Dublin Hanoi Turin Perth Tunis Bergen Boston".split()
-_THINGS = "violin bicycle camera telescope kayak piano tent lamp mirror clock carpet drum".split()
-_COLORS = "red green blue yellow black white brown purple".split()
-_MONTHS = "January March April May June July August October November December".split()
+_PEOPLE = ["Ana", "Ben", "Chloe", "David", "Elif", "Farid", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Luis"]
+_PLACES = ["Oslo", "Lima", "Cairo", "Kyoto", "Porto", "Quito", "Accra", "Dublin", "Hanoi", "Turin", "Perth"]
+_THINGS = ["violin", "bicycle", "camera", "telescope", "kayak", "piano", "tent", "lamp", "mirror", "clock"]
+_COLORS = ["red", "green", "blue", "yellow", "black", "white", "brown", "purple"]
+_MONTHS = ["January", "March", "April", "May", "June", "July", "August", "October", "November", "December"]
 
 
 def _facts(rng: random.Random, num: int) -> list[str]:
@@ -306,7 +306,7 @@ def _facts(rng: random.Random, num: int) -> list[str]:
                 f"{a} gave {b} a {thing} on the {number % 28 + 1}th of {month}.",
                 f"The {thing} of {a} is {color}.",
                 f"{b} is the sister of {a}, and was born in {place} {number} years ago.",
-                f"{a} will meet {b} in {place} on the {number % 28 + 1}th of {month}, at {number % 12 + 1} o'clock.",
+                f"{a} will meet {b} in {place} in {month}, at {number % 12 + 1} o'clock.",
             ]
         )
         found[f"- {text}\n"] = None

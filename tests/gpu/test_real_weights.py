@@ -119,26 +119,13 @@ def test_relocated_facts_equal_the_reference(engine: RealEngine, library: Librar
         assert injected_of(answer) == num_stored(parts)
         assert answer.outcome["covered_segments"] == sum(isinstance(part, Stored) for part in parts)
 
-    def apart(change: Callable[[list[Part]], list[Text | Injected]]) -> Distance:
-        return together(
-            [
-                distance(answer.logprobs(), expected(library, change(parts), answer))
-                for parts, answer in zip(prompts, answers, strict=True)
-            ]
-        )
+    def error(answers: Sequence[Served], read: Callable[[list[Part]], list[Text | Injected]]) -> Distance:
+        """Of answers, where the prompts are read in that way."""
+        return together([off(library, read(p), answer) for p, answer in zip(prompts, answers, strict=True)])
 
-    baseline = together(
-        [
-            distance(answer.logprobs(), expected(library, [Text(ids_of(parts))], answer))
-            for parts, answer in zip(prompts, plain, strict=True)
-        ]
-    )
-    found = apart(as_told)
-    mistakes = {
-        "not rotated": apart(not_rotated),
-        "out of order": apart(out_of_order),
-        "as text": apart(lambda parts: [Text(ids_of(parts))]),
-    }
+    baseline = error(plain, as_text)
+    found = error(answers, as_told)
+    mistakes = {read.__name__: error(answers, read) for read in (not_rotated, out_of_order, as_text)}
     report("plain", baseline)
     report("injected", found)
     for name, mistake in mistakes.items():
@@ -168,10 +155,17 @@ def scattered(library: Library) -> list[list[Part]]:
     ]
 
 
-def expected(library: Library, parts: Sequence[Text | Injected], answer: Served) -> FloatArray:
-    """Of the reference, behind the tokens that the engine chose."""
+def off(
+    library: Library, parts: Sequence[Text | Injected], answer: Served, num_steps: int | None = None
+) -> Distance:
+    """How far the last steps of an answer are from the reference, behind the tokens that the engine chose."""
+    num_steps = num_steps or len(answer.token_ids)
     known = [*parts, Text(answer.token_ids[:-1])]
-    return log_softmax(library.reference.logits_of(known, len(answer.token_ids)))
+    return distance(answer.logprobs(-num_steps), log_softmax(library.reference.logits_of(known, num_steps)))
+
+
+def as_text(parts: Sequence[Part]) -> list[Text | Injected]:
+    return [Text(ids_of(parts))]
 
 
 def as_told(parts: Sequence[Part]) -> list[Text | Injected]:
@@ -212,12 +206,14 @@ def test_a_crowd_answers_as_each_alone(engine: RealEngine, library: Library) -> 
     plain = [ids_of(parts) for parts in crowd(library, NUM_BETWEEN)]
     alone = firsts(engine.alone(engine.with_memory(parts) for parts in prompts))
     alone_plain = firsts(engine.alone(Ask(ids) for ids in plain))
+    error = engine_error(library, plain, alone_plain)
     for _ in range(2):
         answers, between = serve_crowd(engine, prompts, plain, 16)
         for parts, answer in zip(prompts, answers, strict=True):
             assert injected_of(answer) == num_stored(parts)
             assert answer.outcome["resumes"] == 0
-        check_firsts(answers, alone, between, alone_plain)
+        check_firsts(answers, alone, error)
+        report("plain, against alone", apart(firsts(between), alone_plain))
         assert {len(answer.token_ids) for answer in answers + between} == {16}
     engine.stats()
 
@@ -247,23 +243,30 @@ def firsts(answers: Sequence[Served]) -> list[FloatArray]:
     return [answer.logprobs(0, 1) for answer in answers]
 
 
-def check_firsts(
-    answers: Sequence[Served],
-    alone: Sequence[FloatArray],
-    between: Sequence[Served],
-    alone_plain: Sequence[FloatArray],
-) -> None:
-    """First tokens of each request are as near to those of the same request alone as plain ones are."""
-    baseline = together([distance(a, e) for a, e in zip(firsts(between), alone_plain, strict=True)])
-    found = together([distance(a, e) for a, e in zip(firsts(answers), alone, strict=True)])
+def engine_error(library: Library, plain: Sequence[tuple[int, ...]], alone: Sequence[FloatArray]) -> Distance:
+    """How far first tokens are from the reference without injection."""
+    known = [log_softmax(library.reference.logits(ids)) for ids in plain[:16]]
+    return apart(alone[:16], known)
+
+
+def check_firsts(answers: Sequence[Served], alone: Sequence[FloatArray], error: Distance) -> None:
+    """First tokens of every request are those of the same request alone.
+
+    Two answers that are each as far from the right one as `error` may be twice as far from each other.
+    """
+    found = apart(firsts(answers), alone)
     # What the next request read, for one that was mixed up with it.
     mixed_up = [distance(a, e) for a, e in zip(firsts(answers), [*alone[1:], alone[0]], strict=True)]
-    report("plain, against alone", baseline)
+    report("plain, against the reference", error)
     report("injected, against alone", found)
     report("injected, against the next one", together(mixed_up))
-    tolerance = baseline.times(FACTOR)
+    tolerance = error.times(FACTOR)
     assert found.is_within(tolerance)  # `largest` of every request, by itself
     assert sorted(one.kl for one in mixed_up)[len(mixed_up) // 10] > TELLING * tolerance.kl
+
+
+def apart(found: Sequence[FloatArray], expected: Sequence[FloatArray]) -> Distance:
+    return together([distance(f, e) for f, e in zip(found, expected, strict=True)])
 
 
 # pressure ---------------------------------------------------------------------------------------
@@ -282,12 +285,14 @@ def test_preempted_requests_inject_again(engine: RealEngine, library: Library) -
     before = engine.stats()
     alone = firsts(engine.alone(engine.with_memory(parts) for parts in prompts))
     alone_plain = firsts(engine.alone(Ask(ids) for ids in plain))
+    error = engine_error(library, plain, alone_plain)
     answers, between = serve_crowd(engine, prompts, plain, NUM_LONG)
     stats = engine.stats()
     assert {len(answer.token_ids) for answer in answers + between} == {NUM_LONG}
     for parts, answer in zip(prompts, answers, strict=True):
         assert injected_of(answer) == num_stored(parts)
-    check_firsts(answers, alone, between, alone_plain)
+    check_firsts(answers, alone, error)
+    report("plain, against alone", apart(firsts(between), alone_plain))
 
     resumed = [place for place, answer in enumerate(answers) if answer.outcome["resumes"]]
     again = stats["tokens_injected"] - before["tokens_injected"] - 2 * sum(num_stored(p) for p in prompts)
@@ -297,22 +302,15 @@ def test_preempted_requests_inject_again(engine: RealEngine, library: Library) -
     )
     assert resumed
     assert again > 0
-    baseline = together(
-        [lasts(library, [Text(ids)], one) for ids, one in zip(plain[:8], between[:8], strict=True)]
-    )
-    found = together([lasts(library, as_told(prompts[p]), answers[p]) for p in resumed[:8]])
+    baseline = together([off(library, [Text(plain[n])], between[n], LAST) for n in range(8)])
+    found = together([off(library, as_told(prompts[n]), answers[n], LAST) for n in resumed[:8]])
     report("plain, last tokens against the reference", baseline)
     report("resumed, last tokens against the reference", found)
     assert found.is_within(baseline.times(FACTOR))
 
 
-def lasts(library: Library, parts: Sequence[Text | Injected], answer: Served) -> Distance:
-    known = [*parts, Text(answer.token_ids[:-1])]
-    return distance(answer.logprobs(-LAST), log_softmax(library.reference.logits_of(known, LAST)))
-
-
 def test_evicted_facts_are_text_from_there_on(engine: RealEngine, library: Library) -> None:
-    """The pool overflows before and while requests read from it; each answers for what it was really given."""
+    """The pool overflows before and while requests read from it; each answers for what it was given."""
     kept, lost = library.facts[:50], library.facts[50:]
     for facts in (lost, kept):  # in the order in which they will go
         engine.serve([engine.with_memory([library.head, *facts, library.talk(5)])], 0)
@@ -335,17 +333,14 @@ def test_evicted_facts_are_text_from_there_on(engine: RealEngine, library: Libra
     assert num_evicted
     assert all(0 < injected < stored for injected, stored in numbers)
 
-    def apart(injected: Sequence[int], answers: Sequence[Served]) -> Distance:
-        return together(
-            [
-                distance(answer.logprobs(), expected(library, expected_parts(parts, num), answer))
-                for parts, num, answer in zip(prompts, injected, answers, strict=True)
-            ]
-        )
+    def error(injected: Sequence[int], answers: Sequence[Served]) -> Distance:
+        """Of answers, where so many tokens of each prompt are injected."""
+        known = [expected_parts(parts, num) for parts, num in zip(prompts, injected, strict=True)]
+        return together([off(library, parts, answer) for parts, answer in zip(known, answers, strict=True)])
 
-    baseline = apart([0] * len(prompts), plain)
-    found = apart([injected for injected, _ in numbers], answers)
-    mistake = apart([stored for _, stored in numbers], answers)
+    baseline = error([0] * len(prompts), plain)
+    found = error([injected for injected, _ in numbers], answers)
+    mistake = error([stored for _, stored in numbers], answers)
     report("plain", baseline)
     report("injected as far as it went", found)
     report("as if all were injected", mistake)

@@ -236,10 +236,11 @@ class InferScaleConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self.worker is not None
-        self.worker.before_forward(self._orders())
+        self.worker.before_forward(self._orders(), compat.forward_mode(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: injection is ordered before the forward pass."""
+        if self.worker is not None:
+            self.worker.layer_reached(layer_name)
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

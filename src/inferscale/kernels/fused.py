@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +26,9 @@ from inferscale.rope import Rotary
 
 _VECTOR_BYTES = 16
 _ZERO_BLOCK = 8192
+
+_FIRST_PART = 8
+"""The first of so many parts of the layers is injected before the forward pass begins in `inject_in_two`."""
 
 
 class Tuning(NamedTuple):
@@ -85,6 +88,8 @@ class FusedMover:
         }
         shape = {
             "LAYERS": len(caches),
+            "FIRST_LAYER": 0,
+            "NUM_LAYERS": len(caches),
             "HEADS": heads,
             "DIM": dim,
             "PROMPT_BLOCK": block_size,
@@ -107,12 +112,20 @@ class FusedMover:
         self._inject_units = inject_tuning.units(2 * heads * dim)
         self._capture_units = capture_tuning.units(2 * heads * dim)
         module = _load(interpret)
-        self._inject = _Pair(
-            module.inject_kernel,
-            {**tensors, "inv_freq": self._inv_freq},
-            {**shape, **rotation, "UNITS": self._inject_units},
-            inject_tuning.num_warps,
-        )
+        inject_shape = {**shape, **rotation, "UNITS": self._inject_units}
+        inject_tensors = {**tensors, "inv_freq": self._inv_freq}
+
+        def injection(first: int, num: int) -> _Pair:
+            layers = {"FIRST_LAYER": first, "NUM_LAYERS": num}
+            constants = {**inject_shape, **layers}
+            return _Pair(module.inject_kernel, inject_tensors, constants, inject_tuning.num_warps)
+
+        self.first_layers = max(1, len(caches) // _FIRST_PART) if len(caches) > 1 else 0
+        """How many layers `inject_in_two` moves first; 0 where there are not enough for two parts."""
+        self._inject = injection(0, len(caches))
+        self._inject_first = injection(0, self.first_layers)
+        self._inject_rest = injection(self.first_layers, len(caches) - self.first_layers)
+        self._side: _Side | None = _Side.on(self._device) if self._device.type == "cuda" else None
         self._capture = _Pair(
             module.capture_kernel, tensors, {**shape, "UNITS": self._capture_units}, capture_tuning.num_warps
         )
@@ -128,6 +141,28 @@ class FusedMover:
     def inject(self, moves: Moves) -> None:
         """Slab rows → keys rotated to their place in the prompt → paged caches."""
         self.launch_inject(self.stage(moves), moves)
+
+    def inject_in_two(self, moves: Moves) -> Callable[[], None]:
+        """Inject the first layers, and the others on a stream of their own meanwhile.
+
+        What it returns must be called before anything behind the first layers is read: it makes the
+        current stream wait. (In the interpreter the others are injected only then.)
+        """
+        table = self.stage(moves)
+        num_rest = self._num_layers - self.first_layers
+        first = _programs(moves.longest * self.first_layers, self._inject_units)
+        rest = _programs(moves.longest * num_rest, self._inject_units)
+        if self._side is None:
+            self._inject_first(first, moves, table)
+            return lambda: self._inject_rest(rest, moves, table)
+        side = self._side
+        side.begin.record(torch.cuda.current_stream(self._device))
+        self._inject_first(first, moves, table)
+        side.stream.wait_event(side.begin)
+        with torch.cuda.stream(side.stream):
+            self._inject_rest(rest, moves, table)
+        side.end.record(side.stream)
+        return lambda: torch.cuda.current_stream(self._device).wait_event(side.end)
 
     def capture(self, moves: Moves) -> None:
         """Paged caches → slab rows, bit for bit; rows remember the position."""
@@ -150,6 +185,19 @@ class FusedMover:
         """The kernel alone, on a table that was staged."""
         programs = _programs(moves.longest * self._num_layers, self._capture_units)
         self._capture(programs, moves, table)
+
+
+class _Side(NamedTuple):
+    """A stream beside the current one, and events for when its work may begin and where it ends."""
+
+    stream: torch.cuda.Stream
+    begin: torch.cuda.Event
+    end: torch.cuda.Event
+
+    @classmethod
+    def on(cls, device: torch.device) -> _Side:
+        events = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
+        return cls(torch.cuda.Stream(device), *events)  # type: ignore[no-untyped-call]
 
 
 class _Launch:

@@ -34,12 +34,14 @@ class Expanded(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Runs of one step. table: see above; longest: tokens of the longest run; first_start: of the first."""
+    """Runs of one step. table: see above; longest: tokens of the longest run; first_start: of the first;
+    num_tokens: of all."""
 
     table: bytes
     num_runs: int
     longest: int
     first_start: int
+    num_tokens: int
 
     def expand(self, block_size: int) -> Expanded:
         """The same token by token."""
@@ -65,6 +67,7 @@ class MovesBuilder:
         self._parts: list[bytes] = []
         self._size = 0
         self._longest = 0
+        self._num_tokens = 0
 
     def add(self, packed_rows: bytes, start: int, block_ids: Sequence[int]) -> None:
         """A run. packed_rows: int32 [n] as bytes; block_ids: the request's, from its first token on."""
@@ -75,6 +78,7 @@ class MovesBuilder:
         self._headers += (self._size, n, start, self._size + n)
         self._parts += (packed_rows, struct.pack(f"{len(blocks)}i", *blocks))
         self._size += n + len(blocks)
+        self._num_tokens += n
         if n > self._longest:
             self._longest = n
 
@@ -84,7 +88,7 @@ class MovesBuilder:
             return None
         head = struct.pack(f"{len(self._headers)}i", *self._headers)
         table = b"".join([head, *self._parts])
-        return Moves(table, len(self._headers) // HEADER, self._longest, self._headers[2])
+        return Moves(table, len(self._headers) // HEADER, self._longest, self._headers[2], self._num_tokens)
 
 
 def single_run(rows: Int32Array, start: int, block_ids: Sequence[int], block_size: int) -> Moves:
