@@ -80,7 +80,7 @@ class ConnectorConfig:
     """Folder for the residency socket and the plan secret; default: one per engine id in the
     system's temporary folder."""
     injection_path: InjectionPath = "auto"
-    """`fused`: one kernel launch a step, on CUDA GPUs; `portable`: plain torch and vLLM's own write,
+    """`fused`: kernels for all layers at once, on CUDA GPUs; `portable`: plain torch and vLLM's own write,
     anywhere; `auto`: fused where it can run and gives the same."""
     compile_injection: bool = True
     """Compile the rotation of the portable injection path with torch.compile where that works."""

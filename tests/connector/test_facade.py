@@ -88,6 +88,19 @@ def test_claiming_fails_after_vllm_counts_on_our_tokens(
     check_nothing_left(engine)
 
 
+def test_a_claim_that_vllm_does_not_schedule_fails(
+    engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its KV would have no place to go, and vLLM counts on it."""
+    monkeypatch.setattr("inferscale.connector.scheduler._allocated", lambda output, ids: iter(()))
+    engine.chat("c", FACT + QUESTION, FACT)
+    engine.add("plain", [1, 2, 3])
+    engine.run()
+    assert engine.finish_reasons["c"] == "error"
+    assert engine.finish_reasons["plain"] == "length"
+    check_nothing_left(engine)
+
+
 @pytest.mark.parametrize(
     "method",
     ["_build_injection", "_follow_blocks", "_build_capture", "_take_broken_blocks", "take_freed_pages"],

@@ -101,6 +101,31 @@ def test_a_mode_that_does_not_ask_is_never_trusted(side: WorkerSide) -> None:
         assert step(side, moves(), "full", reach=[]) == ([True] * LAYERS, set())
 
 
+def test_whichever_later_layer_asks_first_makes_the_pass_wait(side: WorkerSide) -> None:
+    """The order of the layers in a pass is not relied on."""
+    step(side, moves(), "piecewise")
+    backwards = NAMES[::-1]
+    before, failed = step(side, moves(), "piecewise", reach=backwards)
+    assert (before, failed) == ([True] + [False] * (LAYERS - 1), set())
+    assert all(written(side))
+
+
+@pytest.mark.parametrize("missing", range(LAYERS))
+def test_a_mode_in_which_one_layer_does_not_ask_is_not_trusted(side: WorkerSide, missing: int) -> None:
+    reach = NAMES[:missing] + NAMES[missing + 1 :]
+    for _ in range(3):
+        assert step(side, moves(), "piecewise", reach=reach) == ([True] * LAYERS, set())
+
+
+def test_a_pass_that_raised_is_settled_before_the_next(side: WorkerSide) -> None:
+    step(side, moves(), "piecewise")
+    side.before_forward(StepOrders(injection=moves()), "piecewise")  # and no more of this step
+    for layer in side.layers:
+        layer.cache.fill_(7.0)
+    side.before_forward(StepOrders(injection=moves(4)), "piecewise")
+    assert all(written(side))
+
+
 def test_a_pass_that_did_not_wait_fails_its_requests_and_is_the_last(
     side: WorkerSide, caplog: pytest.LogCaptureFixture
 ) -> None:

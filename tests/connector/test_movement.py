@@ -100,6 +100,41 @@ def test_kernels_that_give_something_else_are_not_trusted(
         choose(layers, "fused")
 
 
+@pytest.mark.parametrize("page", [1, 4, 16])
+def test_zeroing_that_misses_is_not_trusted(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
+    layers = [flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)]
+    shape = RowShape(((HEADS, DIM),))
+    slab = Slab(3, page, shape, torch.float32, torch.device("cpu"))
+    slab.data.normal_()
+    before = slab.data.clone()
+
+    def choose_again() -> Any:
+        return choose_mover(
+            slab, caches_of(layers), rotary(), BLOCK, 20, "auto", compile=False, interpret=True
+        )
+
+    assert isinstance(choose_again(), FusedMover)
+    assert torch.equal(slab.data, before)
+    monkeypatch.setattr(FusedMover, "zero", lambda self, pages: None)
+    assert isinstance(choose_again(), PortableMover)
+    assert torch.equal(slab.data, before)
+
+
+def test_a_compiler_that_fails_is_no_reason_not_to_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(FusedMover, "capture", fails)
+    layers = [flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)]
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(choose(layers), PortableMover)
+    assert "no C compiler" in caplog.text
+    with pytest.raises(UnsupportedLayout, match="no C compiler"):
+        choose(layers, "fused")
+
+
 def test_the_setting_decides() -> None:
     layers = [flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)]
     assert isinstance(choose(layers, "portable"), PortableMover)

@@ -96,7 +96,8 @@ class Replay:
         assert self.side.num_matched_tokens(self.requests[call["id"]], call["computed"]) == call["offered"]
 
     def claim(self, call: dict[str, Any]) -> None:
-        self.side.claim(self.requests[call["id"]], call["external"])
+        blocks = SimpleNamespace(get_block_ids=lambda: (call["blocks"],))
+        self.side.claim(self.requests[call["id"]], blocks, call["external"])
 
     def build(self, call: dict[str, Any]) -> None:
         output = output_of(call["output"])

@@ -321,14 +321,14 @@ def test_fewer_tokens_are_claimed_than_offered(engine: SymbolicEngine) -> None:
     side = engine.side
     for num_external, pieces in ((32, [30, 2]), (30, [30]), (16, [16]), (0, [])):
         assert side.num_matched_tokens(request, 0) == 47
-        side.claim(request, num_external)
-        runs = [run for _, run in side._claims.values()]
+        side.claim(request, None, num_external)
+        runs = [run for run, _ in side._claims.values()]
         assert sum(run.num_tokens for run in runs) == num_external
         assert [len(run.entries) for run in runs] == ([len(pieces)] if pieces else [])
         side._claims.clear()
     assert side.num_matched_tokens(request, 0) == 47
     with pytest.raises(AssertionError, match="more external tokens"):
-        side.claim(request, 48)
+        side.claim(request, None, 48)
 
 
 # aborts ---------------------------------------------------------------------------------------

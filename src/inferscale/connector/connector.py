@@ -137,10 +137,10 @@ class InferScaleConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self.scheduler is not None
         try:
-            self.scheduler.claim(request, num_external_tokens)
+            self.scheduler.claim(request, blocks, num_external_tokens)
         except Exception:  # noqa: BLE001 — an exception here would end the engine
             if num_external_tokens:
-                self.scheduler.fail_claim(request.request_id)
+                self.scheduler.fail_claim(request.request_id, blocks)
                 self._count_error(
                     "Request %s fails: vLLM counts on %d tokens of the pool that could not be claimed.",
                     request.request_id,

@@ -22,51 +22,56 @@ LEAST_TOKENS = 3072
 
 
 class LayerwiseInjection:
-    """Decides how a step is injected, and waits at the right layer.
+    """Decides how a step is injected, and waits before the first layer that needs it.
 
-    layer_names: as vLLM names them, in model order. A step is `begin`, any number of `reached`, `end`.
+    layer_names: as vLLM names them, in the order of the kernels' tables. A step is `begin`, any number of
+    `reached`, `end`. No order of execution is relied on: whichever layer outside of the first part asks
+    first makes the pass wait.
     """
 
     def __init__(self, mover: FusedMover, layer_names: list[str]) -> None:
         self._mover = mover
-        self._boundary = layer_names[mover.first_layers] if mover.first_layers else None
+        self._all = frozenset(layer_names)
+        self._first = frozenset(layer_names[: mover.first_layers])
         self._trusted: set[Hashable] = set()
         self._mode: Hashable | None = None
+        self._asked: set[str] | None = None
         self._wait: Callable[[], None] | None = None
-        self._was_reached = False
-        self._may_overlap = self._boundary is not None
+        self._may_overlap = bool(self._first)
 
     def begin(self, moves: Moves, mode: Hashable | None) -> None:
         """Inject a step. mode: how the forward pass will run; None where it is not known."""
-        self._mode, self._was_reached = mode, False
-        if self._may_overlap and mode in self._trusted and moves.num_tokens >= LEAST_TOKENS:
-            self._wait = self._mover.inject_in_two(moves)
-        else:
-            self._mover.inject(moves)
+        self.settle()  # of a pass that raised
+        self._mode, self._asked = mode, None
+        if self._may_overlap and mode in self._trusted:
+            if moves.num_tokens >= LEAST_TOKENS:
+                self._wait = self._mover.inject_in_two(moves)
+                return
+        elif self._may_overlap and mode is not None:
+            self._asked = set()
+        self._mover.inject(moves)
 
     def reached(self, layer_name: str) -> None:
         """The attention of a layer is about to run."""
-        if layer_name != self._boundary:
-            return
-        self._was_reached = True
-        if self._wait is not None:
-            wait, self._wait = self._wait, None
-            wait()
+        if self._asked is not None:
+            self._asked.add(layer_name)
+        elif self._wait is not None and layer_name not in self._first:
+            self.settle()
 
     def settle(self) -> None:
-        """Wait now: something else is about to write to the slab."""
+        """Make the current stream wait for all that is being injected."""
         if self._wait is not None:
             wait, self._wait = self._wait, None
             wait()
 
     def end(self) -> bool:
         """The forward pass was launched; False where it may have read KV that was not there yet."""
-        mode, self._mode = self._mode, None
+        asked, self._asked = self._asked, None
         if self._wait is not None:
-            self._wait()
-            self._wait, self._may_overlap = None, False
+            self.settle()
+            self._may_overlap = False
             logger.error("A forward pass did not wait for its layers; injection does not overlap it any more")
             return False
-        if mode is not None and self._was_reached:
-            self._trusted.add(mode)
+        if asked is not None and asked >= self._all:  # every layer asks, so none is read unasked
+            self._trusted.add(self._mode)
         return True

@@ -1,7 +1,7 @@
 """How a worker moves KV: the contract, the portable path, and the choice between it and the fused kernels.
 
 The portable path works through vLLM's own write and the probed index map, so it is right for every
-layout and device; the fused one (`kernels.fused`) is one launch a step. Which one runs is decided at
+layout and device; the fused one (`kernels.fused`) is a launch or two a step. Which one runs is decided at
 start-up: the fused one only where the probe finds regular strides, and only once it has moved random
 KV through a scratch block as the portable path does.
 """
@@ -116,6 +116,7 @@ class PortableMover:
         rows, slots, positions = moves.expand(self._block_size)
         self._origins[rows] = positions
         slot_index, row_index = self._to_device(slots), self._to_device(rows)
+        self._slab.origins[row_index] = torch.from_numpy(positions).to(self._device)
         indices: dict[int, torch.Tensor] = {}
         for index, (layer, layout) in enumerate(zip(*self._caches, strict=True)):
             if id(layout) not in indices:
@@ -148,12 +149,15 @@ def choose_mover(
     if path != "portable" and (slab.data.is_cuda or interpret or path == "fused"):
         try:
             return _fused(slab, caches, rotary, block_size, max_tokens, interpret)
-        except UnsupportedLayout as error:
+        except Exception as error:  # compilers fail in many ways; the portable path is always right
             if path == "fused":
                 raise UnsupportedLayout(
                     f"injection_path is 'fused', but {error}. Set it to 'auto' or 'portable'."
                 ) from error
-            logger.warning("Injection takes the portable path, which is slower: %s.", error)
+            expected = isinstance(error, UnsupportedLayout)
+            logger.warning(
+                "Injection takes the portable path, which is slower: %s.", error, exc_info=not expected
+            )
     return PortableMover(slab, caches, rotary, block_size, compile=compile)
 
 
@@ -182,9 +186,10 @@ def _check(mover: FusedMover, slab: Slab, caches: Caches, rotary: Rotary, block_
     """
     layout = caches.layouts[0]
     n = min(layout.block_size, len(slab.data))
+    num_saved = max(n, slab.page_size_tokens)
     index = layout.element_index(torch.arange(layout.block_size, device=slab.data.device))
     saved = [flat_storage(layer.cache)[index] for layer in caches.layers]
-    saved_rows, saved_origins = slab.data[:n].clone(), slab.origins[:n].clone()
+    saved_rows, saved_origins = slab.data[:num_saved].clone(), slab.origins[:num_saved].clone()
 
     def read() -> list[torch.Tensor]:
         return [flat_storage(layer.cache)[index][:n].clone() for layer in caches.layers]
@@ -196,7 +201,7 @@ def _check(mover: FusedMover, slab: Slab, caches: Caches, rotary: Rotary, block_
     shifts = torch.tensor([_CHECK_SHIFTS[i % len(_CHECK_SHIFTS)] for i in range(n)])
     eps = torch.finfo(slab.data.dtype).eps
     try:
-        for num_runs in {1, min(n, 3)}:  # steps of one run have a kernel of their own
+        for num_runs in (1, 3):  # steps of one run have a kernel of their own
             for number, layer in enumerate(caches.layers):
                 _write_random(layer, n, number + 1000 * num_runs)
             forwards, backwards = _runs(rows, num_runs, block_size), _runs(rows[::-1], num_runs, block_size)
@@ -218,8 +223,13 @@ def _check(mover: FusedMover, slab: Slab, caches: Caches, rotary: Rotary, block_
                 for found, expected in zip(read(), wanted, strict=True):
                     if not torch.allclose(found.float(), expected.float(), rtol=2 * eps, atol=2 * eps):
                         raise UnsupportedLayout("injection differs from the portable path")
+        slab.data[:num_saved] = 1
+        mover.zero(np.zeros(1, dtype=np.int32))
+        rest = slab.data[slab.page_size_tokens : num_saved]
+        if bool(slab.data[: slab.page_size_tokens].any()) or not bool((rest == 1).all()):
+            raise UnsupportedLayout("zeroing a page does not zero that page alone")
     finally:
-        slab.data[:n], slab.origins[:n] = saved_rows, saved_origins
+        slab.data[:num_saved], slab.origins[:num_saved] = saved_rows, saved_origins
         for layer, block in zip(caches.layers, saved, strict=True):
             flat_storage(layer.cache)[index] = block
 
@@ -229,8 +239,11 @@ def _runs(rows: IntArray, num_runs: int, block_size: int) -> Moves:
     builder = MovesBuilder(block_size)
     start = 0
     for part in np.array_split(rows, num_runs):
-        builder.add(part.tobytes(), start, [0])
-        start += len(part)
+        if len(part):
+            builder.add(part.tobytes(), start, [0])
+            start += len(part)
+        else:  # fewer rows than runs: the first one again
+            builder.add(rows[:1].tobytes(), 0, [0])
     moves = builder.build()
     assert moves is not None
     return moves

@@ -46,14 +46,14 @@ class SchedulerSide:
         self.model = model
         self.secret = secret
         self.counters = Counters()
-        self._broken_requests: set[str] = set()
+        self._broken: dict[str, Any] = {}  # requests that must fail in this step, with their blocks
         # A request that still runs stands here itself: its outcome is made when somebody asks.
         self.outcomes: OrderedDict[str, dict[str, Any] | RequestState] = OrderedDict()
         self._requests: dict[str, RequestState] = {}
         self._rejected: dict[str, str] = {}
         self._followed: dict[str, RequestState] = {}  # of `_requests`, those whose blocks still matter
-        # What vLLM was promised in the step being scheduled, by request id.
-        self._claims: dict[str, tuple[RequestState, Run]] = {}
+        # What vLLM was promised in the step being scheduled, by request id; with its KVCacheBlocks.
+        self._claims: dict[str, tuple[Run, Any]] = {}
         self._steps: dict[int, list[str]] = {}  # keys that are written in steps not yet reported
         self._open: list[str] = []  # those of the step whose orders are being built
         self._num_steps = 0
@@ -144,10 +144,10 @@ class SchedulerSide:
 
     # claim ------------------------------------------------------------------------------------
 
-    def claim(self, request: Any, num_external: int) -> None:
-        """vLLM allocated blocks for the request and counts on `num_external` tokens of ours.
+    def claim(self, request: Any, blocks: Any, num_external: int) -> None:
+        """vLLM allocated `blocks` (its KVCacheBlocks) for the request; `num_external` tokens are ours.
 
-        Which blocks is told in the output of this step, without the cost of asking for them here.
+        Which blocks these are is told in the output of this step; asking them here takes long.
         """
         state = self._requests.get(request.request_id)
         if state is None:
@@ -156,7 +156,7 @@ class SchedulerSide:
         run, state.match = state.match.truncated(num_external), NO_RUN
         if run.entries:
             self.table.touch(run.entries)
-            self._claims[request.request_id] = (state, run)
+            self._claims[request.request_id] = (run, blocks)
         if state.plan.order is None:
             self._count_use(state, run)
             state.note_claim(num_external)
@@ -194,11 +194,14 @@ class SchedulerSide:
         if not self._claims:
             return None
         builder = MovesBuilder(self.block_size)
+        missing = dict(self._claims)
         for request_id, block_ids in _allocated(scheduler_output, self._claims):
-            _, run = self._claims[request_id]
+            run, _ = missing.pop(request_id)
             rows = b"".join([entry.packed_rows for entry in run.entries])
             skipped = run.start - run.segment_starts[0]
             builder.add(rows[4 * skipped : 4 * (skipped + run.num_tokens)], run.start, block_ids)
+        for request_id, (_, blocks) in missing.items():  # vLLM counts on KV that has no place to go
+            self.fail_claim(request_id, blocks)
         return builder.build()
 
     def _follow_blocks(self, scheduler_output: Any) -> None:
@@ -264,20 +267,22 @@ class SchedulerSide:
             self._epochs[scope] = max(epoch, self._epochs.get(scope, 0))
         return {"dropped": self.table.drop(order.keys)}
 
-    def fail_claim(self, request_id: str) -> None:
-        """Claiming failed after vLLM counted on our tokens: the next orders fail this request."""
-        self._broken_requests.add(request_id)
+    def fail_claim(self, request_id: str, blocks: Any) -> None:
+        """vLLM counts on our tokens and will not get them: the orders of this step fail the request."""
+        self._broken[request_id] = blocks
 
     def _take_broken_blocks(self, scheduler_output: Any) -> list[int]:
-        if not self._broken_requests:
+        if not self._broken:
             return []
-        blocks: list[int] = []
-        for request_id, block_ids in _allocated(scheduler_output, self._broken_requests):
+        broken, self._broken = self._broken, {}
+        allocated = dict(_allocated(scheduler_output, broken))
+        failed: list[int] = []
+        for request_id, blocks in broken.items():
+            block_ids = allocated.get(request_id) or list(blocks.get_block_ids()[0])
             state = self._requests.get(request_id)
             # The prefix-cache blocks in front are sound, and other requests may share them.
-            blocks.extend(block_ids[0 if state is None else state.match_start // self.block_size :])
-        self._broken_requests.clear()
-        return blocks
+            failed.extend(block_ids[0 if state is None else state.match_start // self.block_size :])
+        return failed
 
     def fail_open_claims(self, scheduler_output: Any) -> StepOrders:
         """After an internal error in `build_orders`: undo the step and fail what was promised in it.
@@ -285,7 +290,8 @@ class SchedulerSide:
         The workers report the blocks, and vLLM fails those requests instead of answering from
         garbage. Requests that are open stop capturing: their block lists may have missed this step.
         """
-        self._broken_requests.update(self._claims)
+        for request_id, (_, claimed) in self._claims.items():
+            self.fail_claim(request_id, claimed)
         self._claims.clear()
         blocks = self._take_broken_blocks(scheduler_output)
         for key in self._open:

@@ -1,8 +1,9 @@
 """Worker side: owns the slab, carries out the scheduler side's orders, decides nothing.
 
-A step: inject, zero freed pages, (forward pass,) capture, report. All work is
-put on the engine's own stream (or thread, on a CPU), in step order; that order is what makes it
-safe to reuse pages once a step is reported.
+A step: inject, zero freed pages, (forward pass,) capture, report. All work is put on the engine's own stream
+(or thread, on a CPU), in step order; that order is what makes it safe to give pages away in the step that
+reads them. The injection of many tokens may go on beside the forward pass (`layerwise`): that stream waits
+for it before anything else touches the slab or reads those layers.
 """
 
 from __future__ import annotations

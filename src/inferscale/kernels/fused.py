@@ -1,4 +1,5 @@
-"""Fused movement of KV between the slab and the paged caches: one copy and one launch a step.
+"""Fused movement of KV between the slab and the paged caches: one copy and one launch a step,
+or two launches where the second may run beside the forward pass.
 
 `FusedMover` knows one worker's slab and caches; it is made once the probe has found regular strides
 (`geometry.geometry_of`), and is checked against the portable path at start-up before it is trusted
@@ -27,6 +28,9 @@ from inferscale.rope import Rotary
 _VECTOR_BYTES = 16
 _ZERO_BLOCK = 8192
 
+_STAGED_NUMBERS = 2**19
+"""Room of each staging buffer at first: 256 requests of 1,500 tokens in one step."""
+
 _FIRST_PART = 8
 """The first of so many parts of the layers is injected before the forward pass begins in `inject_in_two`."""
 
@@ -48,12 +52,11 @@ CAPTURE = Tuning(elements=2048, num_warps=1)
 
 
 class FusedMover:
-    """Moves KV of any number of tokens and all layers in one launch.
+    """Moves KV of any number of tokens and all layers in one launch, or in two (`inject_in_two`).
 
     slab: with one shape for all layers. caches: of the layers, in order, with one dtype, on one device.
-    geometry: of every one of them. block_size, max_tokens: of vLLM's paged cache; a step moves no more than
-    it holds, so room for its table is made now. Raises UnsupportedLayout where the kernels cannot serve this
-    cache, with the reason.
+    geometry: of every one of them. block_size, max_tokens: of vLLM's paged cache. Raises UnsupportedLayout
+    where the kernels cannot serve this cache, with the reason.
     """
 
     def __init__(
@@ -77,7 +80,7 @@ class FusedMover:
         )
         self._inv_freq = rotary.inv_freq.to(device=self._device, dtype=torch.float64)
         self._num_layers = len(caches)
-        self._staging = Staging(2 * max_tokens, self._device)
+        self._staging = Staging(min(2 * max_tokens, _STAGED_NUMBERS), self._device)
         strides = geometry.block_stride, geometry.slot_stride, geometry.kv_stride, geometry.head_stride
         offsets = [2 * heads * dim, *strides, *self._layer_offsets.tolist()]
         tensors = {

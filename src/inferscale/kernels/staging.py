@@ -52,7 +52,7 @@ class Staging:
         self._copied = [torch.cuda.Event() for _ in range(2)] if self._is_cuda else []  # type: ignore[no-untyped-call]
 
     def put(self, table: Int32Array) -> torch.Tensor:
-        """The numbers [n] on the device; good until the current stream has used them."""
+        """The numbers [n] on the device; good until all streams that use them have joined the current one."""
         total = len(table)
         if total > len(self._buffers[0].host):
             if self._is_cuda:

@@ -132,7 +132,8 @@ def inject_kernel(
     target = _cache_offset(layer_offsets, layer, slot, mask, BLOCK_SIZE, BLOCK_STRIDE, SLOT_STRIDE, ALIGN)[
         :, None, None
     ]
-    head = tl.arange(0, BLOCK_HEADS)[None, :, None]
+    # Strides can exceed int32: a cache may keep all keys before all values.
+    head = tl.arange(0, BLOCK_HEADS).to(tl.int64)[None, :, None]
     mask = mask[:, None, None] & (head < HEADS)
 
     dim = tl.arange(0, BLOCK_DIM)[None, None, :]
@@ -204,7 +205,8 @@ def capture_kernel(
     source = _cache_offset(layer_offsets, layer, slot, mask, BLOCK_SIZE, BLOCK_STRIDE, SLOT_STRIDE, ALIGN)[
         :, None, None
     ]
-    head = tl.arange(0, BLOCK_HEADS)[None, :, None]
+    # Strides can exceed int32: a cache may keep all keys before all values.
+    head = tl.arange(0, BLOCK_HEADS).to(tl.int64)[None, :, None]
     dim = tl.arange(0, BLOCK_DIM)[None, None, :]
     mask = mask[:, None, None] & (head < HEADS) & (dim < DIM)
     keys = tl.load(cache + source + (head * HEAD_STRIDE + dim), mask=mask)

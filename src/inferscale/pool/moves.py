@@ -24,6 +24,11 @@ Int32Array = npt.NDArray[np.int32]
 HEADER = 4
 """Numbers of a run in front of the data."""
 
+LONGEST_OF_SEVERAL = 512
+"""Tokens of the longest run where there are several."""
+MAX_RUNS = 65_535
+"""Of one launch (CUDA's limit of the grid's second dimension)."""
+
 
 class Expanded(NamedTuple):
     """Every token of all runs; int32 [n] each. slots: block · block size + offset in the block."""
@@ -83,12 +88,33 @@ class MovesBuilder:
             self._longest = n
 
     def build(self) -> Moves | None:
-        """None without a run."""
+        """None without a run.
+
+        Where there are several, long ones are cut: the kernels' grid is as wide as the longest of them.
+        """
         if not self._headers:
             return None
+        if len(self._headers) > HEADER and self._longest > LONGEST_OF_SEVERAL:
+            self._cut_long_runs()
+        num_runs = len(self._headers) // HEADER
+        assert num_runs <= MAX_RUNS, f"{num_runs} runs in one step; a launch takes {MAX_RUNS}"
         head = struct.pack(f"{len(self._headers)}i", *self._headers)
         table = b"".join([head, *self._parts])
-        return Moves(table, len(self._headers) // HEADER, self._longest, self._headers[2], self._num_tokens)
+        return Moves(table, num_runs, self._longest, self._headers[2], self._num_tokens)
+
+    def _cut_long_runs(self) -> None:
+        cut: list[int] = []
+        for at in range(0, len(self._headers), HEADER):
+            rows_at, n, start, blocks_at = self._headers[at : at + HEADER]
+            for done in range(0, n, LONGEST_OF_SEVERAL):
+                num_blocks = (start + done) // self._block_size - start // self._block_size
+                cut += (
+                    rows_at + done,
+                    min(LONGEST_OF_SEVERAL, n - done),
+                    start + done,
+                    blocks_at + num_blocks,
+                )
+        self._headers, self._longest = cut, LONGEST_OF_SEVERAL
 
 
 def single_run(rows: Int32Array, start: int, block_ids: Sequence[int], block_size: int) -> Moves:
