@@ -6,7 +6,8 @@
 Scheduler side: reading a signed plan, finding its segments, claiming them and building the orders, for one
 request and for 256 in one step, and for steps with no memory beside 0 and 256 running requests. Worker
 side (with a CUDA GPU): copying the table of such a step and starting the kernel. Facts of 30 tokens, k of
-them a request; every request has facts of its own. Rows are appended to OUT.
+them a request; every request has facts of its own. There is nothing to compare with: without the
+connector these functions are not there, so each time is what it adds. Rows are appended to OUT.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from inferscale.bench.harness import BenchRun
+from inferscale.bench.harness import BenchRun, command, environment
 from inferscale.connector.messages import StepReport
 from inferscale.connector.scheduler import SchedulerSide
 from inferscale.plan import Plan, Segment, salt_of, to_wire
@@ -32,7 +33,7 @@ SECRET = b"s" * 32
 BLOCK, PAGE, FACT_TOKENS, QUESTION_TOKENS = 16, 4, 30, 32
 
 
-def main() -> None:
+def main(texts: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -40,8 +41,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256, help="in the large step")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/host_time.jsonl"))
-    arguments = parser.parse_args()
-    run = BenchRun("host_time", "none", arguments.out, {"fact_tokens": FACT_TOKENS})
+    arguments = parser.parse_args(texts)
+    config = {
+        "command": f"python benchmarks/{command()}",
+        "environment": environment(),
+        "baseline": "no connector: none of the timed functions is there, 0 µs",
+        "fact_tokens": FACT_TOKENS,
+    }
+    run = BenchRun("host_time", "none", arguments.out, config)
     for num_requests in (1, arguments.requests):
         repeats = arguments.repeats * (10 if num_requests == 1 else 1)
         times, moves = scheduler_times(num_requests, arguments.k, repeats)
@@ -75,7 +82,7 @@ def scheduler_times(num_requests: int, k: int, repeats: int) -> tuple[list[float
         requests = [request(f"{number}-{i}", segments, rng) for i, segments in enumerate(memories)]
         start = time.perf_counter()
         for one in requests:
-            side.claim(one, side.num_matched_tokens(one, 0))
+            side.claim(one, None, side.num_matched_tokens(one, 0))  # its blocks are told in the output
         spent = time.perf_counter() - start
         output = output_of(requests, k)
         start = time.perf_counter()

@@ -5,10 +5,20 @@
     python benchmarks/reproduce.py --shapes llama-3.1-8b --parts ttft,throughput
     python benchmarks/reproduce.py --conversation locomo10.json --tokenizer FOLDER
 
+All GPU rows of docs/performance.md, without a network; the folders are those of Llama 3.1's tokenizer and of
+all-MiniLM-L6-v2:
+
+    python benchmarks/reproduce.py --shapes llama-3.1-8b --injection-path fused --questions 40 \\
+        --tokenizer FOLDER --embedder FOLDER --embedder-device cpu,cuda --conversation locomo10.json
+
 One GPU is enough. `ttft`, `throughput` and `encode` share one start of the engine for each shape; each shape
 runs in a process of its own, since an engine gives back its memory only with its process. Rows are
 appended to OUT/PART.jsonl; at the end the tables go to OUT/report.md and the plots to OUT/plots. `e2e`
 needs --tokenizer, `recall` needs --conversation, `kernels` a CUDA GPU; a part that cannot run is said.
+
+Rows name the commit of the checkout. On a machine that has only a copy of the files, give it in the
+environment: INFERSCALE_COMMIT=$(git describe --always --dirty=+ --exclude='*' --abbrev=12) where the
+history is.
 """
 
 from __future__ import annotations
@@ -20,10 +30,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+FOLDER = Path(__file__).parent
 SHAPES = "llama-3.1-8b,mistral-7b-v0.3,qwen2.5-7b,qwen3-14b"
 ENGINE_PARTS = ("ttft", "throughput", "encode")
-COMMAND_PARTS = ("decode", "e2e", "kernels")
-PARTS = (*ENGINE_PARTS, *COMMAND_PARTS, "recall", "report")
+SHAPE_PARTS = ("decode", "e2e", "kernels", "timeline")
+MACHINE_PARTS = ("host_time", "recall")
+PARTS = (*ENGINE_PARTS, *SHAPE_PARTS, *MACHINE_PARTS, "report")
 
 
 def main() -> int:
@@ -35,11 +47,12 @@ def main() -> int:
         if set(arguments.parts) & set(ENGINE_PARTS):
             command = [sys.executable, __file__, *sys.argv[1:], "--suite", "--shapes", shape]
             times.append(timed(f"{shape}: {', '.join(ENGINE_PARTS)}", command))
-        for part in COMMAND_PARTS:
+        for part in SHAPE_PARTS:
             if part in arguments.parts:
                 times.append(timed(f"{shape}: {part}", command_of(part, shape, arguments)))
-    if "recall" in arguments.parts:
-        times.append(timed("recall", command_of("recall", "", arguments)))
+    for part in MACHINE_PARTS:
+        if part in arguments.parts:
+            times.append(timed(part, command_of(part, "", arguments)))
     if "report" in arguments.parts:
         write_report(arguments.out)
     print()
@@ -67,11 +80,17 @@ def timed(name: str, command: list[str] | str) -> tuple[str, float, int]:
 
 def command_of(part: str, shape: str, arguments: argparse.Namespace) -> list[str] | str:
     """The command of a part, or why it is left out."""
-    command = [sys.executable, "-m", "inferscale.cli", "bench", part]
-    command += ["--out", str(arguments.out / f"{part}.jsonl")]
+    is_script = part in ("host_time", "timeline")
+    program = [str(FOLDER / f"{part}.py")] if is_script else ["-m", "inferscale.cli", "bench", part]
+    command = [sys.executable, *program, "--out", str(arguments.out / f"{part}.jsonl")]
+    embedder = ["--embedder", str(arguments.embedder)] if arguments.embedder else []
     conversation = ["--conversation", str(arguments.conversation)] if arguments.conversation else []
     if part == "recall":
-        return [*command, *conversation] if conversation else "Left out: it needs --conversation."
+        if not conversation:
+            return "Left out: it needs --conversation."
+        return [*command, *conversation, *embedder]
+    if part == "host_time":
+        return [*command, "--k", str(arguments.k)]
     if part == "kernels":
         import torch
 
@@ -82,11 +101,14 @@ def command_of(part: str, shape: str, arguments: argparse.Namespace) -> list[str
     if part == "decode":
         batches = ["--batches", arguments.batches, "--k", str(arguments.k)]
         return [*command, *batches, "--output-tokens", str(arguments.decode_tokens)]
+    if part == "timeline":
+        ks = ",".join(map(str, arguments.ks))
+        return [*command, "--k", ks, "--questions", str(arguments.questions)]
     if arguments.tokenizer is None:
         return "Left out: it needs --tokenizer."
     command += ["--tokenizer", str(arguments.tokenizer), *conversation, "--k", str(arguments.k)]
     command += ["--questions", str(arguments.questions)]
-    return [*command, "--embedder-device", arguments.embedder_device]
+    return [*command, *embedder, "--embedder-device", arguments.embedder_device]
 
 
 def run_suite(arguments: argparse.Namespace) -> int:
@@ -140,7 +162,7 @@ def write_report(folder: Path) -> None:
         print(f"Tables in {folder / 'report.md'}, plots in {folder / 'plots'}.")
 
 
-def parse() -> argparse.Namespace:
+def parse(texts: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -149,10 +171,11 @@ def parse() -> argparse.Namespace:
     add("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     add("--out", type=Path, default=Path("benchmarks/results"))
     add("--tokenizer", type=Path, help="a folder, for e2e")
+    add("--embedder", type=Path, help="a folder, for e2e and recall; default: all-MiniLM-L6-v2, fetched")
     add("--conversation", type=Path, help="a LoCoMo file, for e2e and recall")
-    add("--ks", default="50,200", help="numbers of facts of ttft")
+    add("--ks", default="50,200", help="numbers of facts of ttft and timeline")
     add("--k", type=int, default=50, help="facts of a request everywhere else")
-    add("--questions", type=int, default=30, help="of ttft and e2e, each mode")
+    add("--questions", type=int, default=30, help="of ttft, e2e and timeline, each mode")
     add("--users", type=int, default=100)
     add("--rounds", type=int, default=2)
     add("--repeats", type=int, default=3)
@@ -163,10 +186,16 @@ def parse() -> argparse.Namespace:
     add("--embedder-device", default="cpu", help="of e2e; several with commas")
     add("--enforce-eager", action="store_true")
     add("--injection-path", default="auto", choices=("auto", "fused", "portable"))
-    add("--engine-arg", action="append", default=[], metavar="NAME=JSON")
+    add(
+        "--engine-arg",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="a further argument of vllm.LLM in every part that has an engine, such as block_size=64",
+    )
     add("--verbose", action="store_true", help="show the engine's log")
     add("--suite", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(texts)
     arguments.shapes = [name.strip() for name in arguments.shapes.split(",")]
     arguments.parts = [name.strip() for name in arguments.parts.split(",")]
     arguments.ks = tuple(int(k) for k in arguments.ks.split(","))

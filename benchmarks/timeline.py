@@ -5,9 +5,10 @@
     python benchmarks/timeline.py --random-weights llama-3.1-8b --engine-arg block_size=128
 
 The engine runs in this process, so that its functions can be timed where they are; they are timed by
-the host's clock, one inside the other (`match`, `claim` and `orders` are part of `schedule`, `inject` of
-`execute`). Device times are those of torch's profiler, in a run of their own, since it slows the host.
-Rows are appended to OUT; the table is printed.
+the host's clock, one inside the other: `match`, `claim` and `orders` are part of `schedule`, `inject` and
+`capture` of `execute`, `finish` (the connector's account of a request that is done) and
+`report` (its reading of what the worker did in a step) of `update`. Device times are those of torch's
+profiler, in a run of their own, since it slows the host. Rows are appended to OUT; the table is printed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import os
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-MODES = ("text", "hit", "inject", "none")
+from inferscale.bench.modes import MODES
+
 STAGES = (
     "submit",
     "schedule",
@@ -33,7 +37,12 @@ STAGES = (
     "capture",
     "sample",
     "update",
+    "finish",
+    "report",
 )
+WARM_UPS = 2
+SHOWN_KERNELS = 7
+STORED_KERNELS = 12
 
 
 def main() -> None:
@@ -42,55 +51,62 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     from inferscale.bench.arms import new_run
     from inferscale.bench.encode import encode_users
-    from inferscale.bench.engine import random_weights
     from inferscale.bench.options import RandomTokens
     from inferscale.bench.source import Need, RandomSource, encoding_for, sized
-    from inferscale.cli.bench_options import read_engine_args
     from inferscale.windows import sliding
 
-    extra = read_engine_args(arguments.engine_arg)
-    spec = random_weights(arguments.random_weights, enforce_eager=arguments.enforce_eager, extra=extra)
     source, need = RandomSource(RandomTokens()), Need(max(arguments.k))
-    with sized(spec, source, [need]).open() as engine:
+    with sized(spec_of(arguments), source, [need]).open() as engine:
         encoding = encoding_for(engine, source, need, sliding(20, 20))
         encode_users(engine, encoding, [0])
         run = new_run("timeline", engine, encoding, arguments.out)
-        clock = Clock(engine.offline)
-        for k in arguments.k:
-            for mode in MODES:
-                clock.stages.clear()
-                for number in range(arguments.questions + 2):
-                    if number == 2:
-                        clock.stages.clear()
-                    ask(engine, encoding, mode, k, number, clock)
-                for stage in ("total", *STAGES):
-                    values = clock.stages.get(stage)
-                    if values:
-                        run.add(
-                            "host_stage",
-                            "us",
-                            [v * 1e6 for v in values],
-                            mode=mode,
-                            k=k,
-                            config={"stage": stage},
-                        )
-                print(
-                    k,
-                    mode,
-                    {s: round(statistics.median(v) * 1e6) for s, v in clock.stages.items()},
-                    flush=True,
-                )
-        if not arguments.no_device:
-            for k in arguments.k:
-                for mode in MODES:
-                    kernels = device_times(partial(ask, engine, encoding, mode, k, 99, clock))
-                    for name, (micros, count) in sorted(kernels.items(), key=lambda item: -item[1][0])[:12]:
-                        config = {"kernel": name, "launches": count}
-                        run.add("device_time", "us", [micros], mode=mode, k=k, config=config)
-                    busy = sum(micros for micros, _ in kernels.values())
-                    print(k, mode, "device busy", round(busy), "us", flush=True)
-                    for name, (micros, count) in sorted(kernels.items(), key=lambda item: -item[1][0])[:7]:
-                        print(f"      {micros:9.1f} us {count:5d} x {name}", flush=True)
+        clock = Clock()
+        watch_engine(clock, engine.offline)
+        cases = [(k, mode) for k in arguments.k for mode in MODES]
+        for k, mode in cases:
+            measure_host(engine, encoding, mode, k, arguments.questions, clock, run)
+        for k, mode in cases if not arguments.no_device else ():
+            measure_device(engine, encoding, mode, k, clock, run)
+
+
+def spec_of(arguments: argparse.Namespace) -> Any:
+    from inferscale.bench.engine import random_weights
+    from inferscale.cli.bench_options import read_engine_args
+
+    return random_weights(
+        arguments.random_weights,
+        enforce_eager=arguments.enforce_eager,
+        injection_path=arguments.injection_path,
+        extra=read_engine_args(arguments.engine_arg),
+    )
+
+
+def measure_host(
+    engine: Any, encoding: Any, mode: str, k: int, num_questions: int, clock: Clock, run: Any
+) -> None:
+    """A row for each stage, one value for each call of it."""
+    for number in range(num_questions + WARM_UPS):
+        if number == WARM_UPS:
+            clock.stages.clear()
+        ask(engine, encoding, mode, k, number, clock)
+    for stage in ("total", *STAGES):
+        micros = [seconds * 1e6 for seconds in clock.stages[stage]]
+        if micros:
+            run.add("host_stage", "us", micros, mode=mode, k=k, config={"stage": stage})
+    medians = {stage: round(statistics.median(times) * 1e6) for stage, times in clock.stages.items() if times}
+    print(k, mode, medians, flush=True)
+
+
+def measure_device(engine: Any, encoding: Any, mode: str, k: int, clock: Clock, run: Any) -> None:
+    """A row for each of the kernels that take longest, of one request."""
+    kernels = device_times(partial(ask, engine, encoding, mode, k, 99, clock))
+    longest = sorted(kernels.items(), key=lambda item: -item[1][0])
+    for name, (micros, count) in longest[:STORED_KERNELS]:
+        config = {"kernel": name, "launches": count}
+        run.add("device_time", "us", [micros], mode=mode, k=k, config=config)
+    print(k, mode, "device busy", round(sum(micros for micros, _ in kernels.values())), "us", flush=True)
+    for name, (micros, count) in longest[:SHOWN_KERNELS]:
+        print(f"      {micros:9.1f} us {count:5d} x {name}", flush=True)
 
 
 def ask(engine: Any, encoding: Any, mode: str, k: int, number: int, clock: Clock) -> None:
@@ -109,45 +125,28 @@ def ask(engine: Any, encoding: Any, mode: str, k: int, number: int, clock: Clock
 
 
 class Clock:
-    """Wraps functions of the engine in this process and notes how long each call took."""
+    """Wraps functions and notes how long each call took. stages: name → seconds of each call."""
 
-    def __init__(self, offline: Any) -> None:
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
+    def __init__(self) -> None:
         self.stages: dict[str, list[float]] = defaultdict(list)
         self._is_paused = False
-        engine = offline.llm.llm_engine
-        core = engine.engine_core.engine_core
-        scheduler, worker = core.scheduler.connector, get_kv_transfer_group()
-        self._wrap(engine, "add_request", "submit")
-        self._wrap(core.scheduler, "schedule", "schedule")
-        self._wrap(core.scheduler, "update_from_output", "update")
-        self._wrap(core.model_executor, "execute_model", "execute")
-        self._wrap(core.model_executor, "sample_tokens", "sample")
-        self._wrap(scheduler, "get_num_new_matched_tokens", "match")
-        self._wrap(scheduler, "update_state_after_alloc", "claim")
-        self._wrap(scheduler, "build_connector_meta", "orders")
-        self._wrap(scheduler, "request_finished", "finish")
-        self._wrap(worker, "start_load_kv", "inject")
-        self._wrap(worker, "wait_for_save", "capture")
 
     def note(self, stage: str, seconds: float) -> None:
         if not self._is_paused:
             self.stages[stage].append(seconds)
 
-    def paused(self) -> Any:
-        from contextlib import contextmanager
-
-        @contextmanager
-        def pause() -> Any:
-            self._is_paused = True
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is called inside is not noted."""
+        self._is_paused = True
+        try:
             yield
+        finally:
             self._is_paused = False
 
-        return pause()
-
-    def _wrap(self, owner: Any, name: str, stage: str) -> None:
-        original = getattr(owner, name)
+    def watch(self, owner: Any, name: str, stage: str) -> None:
+        """Note each call of `owner.name` as `stage`."""
+        original: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
@@ -156,6 +155,27 @@ class Clock:
             return result
 
         setattr(owner, name, timed)
+
+
+def watch_engine(clock: Clock, offline: Any) -> None:
+    """The stages of an engine that runs in this process."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    engine = offline.llm.llm_engine
+    core = engine.engine_core.engine_core
+    scheduler, worker = core.scheduler.connector, get_kv_transfer_group()
+    clock.watch(engine, "add_request", "submit")
+    clock.watch(core.scheduler, "schedule", "schedule")
+    clock.watch(core.scheduler, "update_from_output", "update")
+    clock.watch(core.model_executor, "execute_model", "execute")
+    clock.watch(core.model_executor, "sample_tokens", "sample")
+    clock.watch(scheduler, "get_num_new_matched_tokens", "match")
+    clock.watch(scheduler, "update_state_after_alloc", "claim")
+    clock.watch(scheduler, "build_connector_meta", "orders")
+    clock.watch(scheduler, "request_finished", "finish")
+    clock.watch(scheduler, "update_connector_output", "report")
+    clock.watch(worker, "start_load_kv", "inject")
+    clock.watch(worker, "wait_for_save", "capture")
 
 
 def device_times(call: Any) -> dict[str, tuple[float, int]]:
@@ -177,7 +197,7 @@ def device_times(call: Any) -> dict[str, tuple[float, int]]:
     return kernels
 
 
-def parse() -> argparse.Namespace:
+def parse(texts: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -187,9 +207,10 @@ def parse() -> argparse.Namespace:
     add("--questions", type=int, default=20)
     add("--out", type=Path, default=Path("benchmarks/results/timeline.jsonl"))
     add("--enforce-eager", action="store_true")
+    add("--injection-path", default="auto", choices=("auto", "fused", "portable"))
     add("--engine-arg", action="append", default=[], metavar="NAME=JSON")
     add("--no-device", action="store_true", help="host stages only")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(texts)
     arguments.k = tuple(int(k) for k in arguments.k.split(","))
     return arguments
 

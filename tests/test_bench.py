@@ -12,7 +12,7 @@ import pytest
 
 from inferscale.bench import harness
 from inferscale.bench.conversation import read_conversation
-from inferscale.bench.harness import KEYS, BenchRun, command, commit, latest_run, read_rows
+from inferscale.bench.harness import KEYS, BenchRun, command, commit, middle, read_rows
 from inferscale.errors import InvalidInput
 
 
@@ -30,16 +30,12 @@ def test_rows_have_the_fixed_keys_and_are_appended(tmp_path: Path) -> None:
     BenchRun("ttft", "model", path).add("ttft", "ms", [1.0], mode="text", k=1)
     again = read_rows(path)
     assert again[:2] == stored
-    assert latest_run(again, "ttft") == again[2:]
+    assert len(again) == 3
 
 
-def test_latest_run_holds_all_that_it_measured() -> None:
-    run = BenchRun("ttft", "model", None)
-    run.add("ttft", "ms", [1.0])
-    run.add("rate", "facts/s", [7.0], bench="encode")
-    other = {**run.rows[0], "run": "older"}
-    assert latest_run([other, *run.rows], "ttft") == run.rows
-    assert latest_run([other], "kernels") == []
+def test_the_middle_is_a_value_that_was_measured() -> None:
+    assert middle([3, 1, 2]) == 2
+    assert middle([4.0, 1.0]) == 4.0
 
 
 def test_the_commit_is_read_once_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +64,7 @@ def test_commit_sees_the_whole_checkout_but_not_results(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("old")
     monkeypatch.setattr(harness, "__file__", str(tmp_path / files[0]))
+    monkeypatch.delenv("INFERSCALE_COMMIT", raising=False)
     git("init")
     git("commit", "--allow-empty", "-m", "empty")
     assert commit() == "unknown"  # it lies in a checkout, but is no part of it
@@ -80,6 +77,14 @@ def test_commit_sees_the_whole_checkout_but_not_results(
     assert commit() == clean
     (tmp_path / files[1]).write_text("new")
     assert commit() == clean + "+"
+
+
+def test_a_copy_without_history_is_told_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "__file__", str(tmp_path / "harness.py"))
+    monkeypatch.setenv("INFERSCALE_COMMIT", "abc+ copied")
+    assert BenchRun("ttft", "model", None).add("ttft", "ms", [1.0])["commit"] == "abc+ copied"
+    monkeypatch.setenv("INFERSCALE_COMMIT", " ")
+    assert commit() == "unknown"
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,11 @@ def test_ttft(opened: list[EngineSpec], shape: Path, tmp_path: Path) -> None:
         "--engine-arg", "max_num_seqs=9", "--max-num-batched-tokens", 512, "--dtype", "float32",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
-    assert "| k | prompt tokens | text | hit | inject | none | text/inject | inject/hit |" in result.stdout
+    modes, ratios = (
+        "text | hit | inject | none",
+        "text/inject | text/hit | inject/hit | inject/none | hit/none",
+    )
+    assert f"| k | prompt tokens | {modes} | {ratios} |" in result.stdout
     assert "Starting the engine with tiny (random weights)" in result.stderr
     (spec,) = opened
     arguments = spec.arguments()
@@ -211,6 +215,7 @@ def test_all_that_shares_an_engine_on_the_real_engine(shape: Path, tmp_path: Pat
     parts = "ttft,throughput,encode,e2e,report"
     command = [sys.executable, str(ROOT / "benchmarks" / "reproduce.py"), "--shapes", str(shape)]
     command += [*small.split(), "--parts", parts, "--enforce-eager", "--out", str(out)]
+    command += ["--engine-arg", "block_size=64"]
     environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -218,6 +223,7 @@ def test_all_that_shares_an_engine_on_the_real_engine(shape: Path, tmp_path: Pat
     rows = {name: read_rows(out / f"{name}.jsonl") for name in ("ttft", "throughput", "encode")}
     for row in rows["ttft"] + rows["throughput"]:
         config = row["config"]
+        assert config["block_size"] == 64
         if row["mode"] == "inject" and "injected_tokens" in config:
             # Blocks of the head that a user's earlier request left in the prefix cache count as cached.
             assert config["min_injected_tokens"] + config["cached_tokens"] >= 32 + 4 * 20

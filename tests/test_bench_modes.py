@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from fake_engine import BLOCK, FakeOffline, fake_engine
-from inferscale.bench.arms import MODES, new_run
+from inferscale.bench.arms import new_run
 from inferscale.bench.encode import Encoding, encode_users, measure_encode, num_missing
 from inferscale.bench.engine import BenchEngine
 from inferscale.bench.harness import KEYS, BenchRun, Row, read_rows
 from inferscale.bench.load import drive
+from inferscale.bench.modes import MODES
 from inferscale.bench.options import EncodeOptions, RandomTokens, ThroughputOptions, TtftOptions
 from inferscale.bench.source import Need, RandomSource, encoding_for
 from inferscale.bench.suite import SuiteOptions, measure_suite
@@ -256,3 +257,26 @@ def test_parts_of_a_suite_share_an_engine_and_fail_alone(
     assert "Raise --pool-size" in str(done[-1].error)
     assert offline(engine).is_closed
     assert {row["bench"] for row in read_rows(tmp_path / "throughput.jsonl")} == {"throughput"}
+
+
+def test_a_suite_goes_on_behind_users_without_questions_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine serves the newest request first, so that one user asks all and the others wait."""
+    engine = fake_engine()
+    monkeypatch.setattr("inferscale.bench.engine.EngineSpec.open", lambda spec: engine)
+    waiting, step = offline(engine)._waiting, offline(engine).step
+
+    def newest_first() -> list[Any]:
+        name, request = waiting.popitem()
+        others = dict(waiting)
+        waiting.clear()
+        waiting.update({name: request, **others})
+        return step()
+
+    monkeypatch.setattr(engine.offline, "step", newest_first)
+    options = SuiteOptions(TtftOptions((6,), 2), LOAD, EncodeOptions(10), RandomTokens(), POLICY)
+    done = measure_suite(engine.spec, ("throughput", "encode"), options, tmp_path, lambda _: None)
+    assert [part.error is None for part in done] == [True, False, True]
+    assert "--engine-arg max_num_seqs=3" in str(done[1].error)
+    assert not waiting

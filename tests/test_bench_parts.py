@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -77,11 +78,43 @@ def test_decoding_behind_memory_that_was_not_injected_is_an_error(monkeypatch: p
         run_task(TASK)
 
 
-def test_what_a_child_says_when_it_fails_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = SimpleNamespace(returncode=3, stdout="first\nOut of memory")
-    monkeypatch.setattr(decode.subprocess, "run", lambda *arguments, **options: done)
+@pytest.fixture
+def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The program that measures instead of Python."""
+    path = tmp_path / "child.sh"
+    path.touch(mode=0o755)
+    monkeypatch.setattr(decode.sys, "executable", str(path))
+    return path
+
+
+def test_what_a_child_says_when_it_fails_comes_out(child: Path) -> None:
+    child.write_text("#!/bin/sh\necho first; echo Out of memory >&2; exit 3\n")
     with pytest.raises(EngineError, match=r"(?s)connector engine ended with 3.*Out of memory"):
         measure_decode(TASK, BenchRun("decode", "m", None), lambda _: None)
+
+
+@pytest.mark.parametrize("ending", ["wait", "exit 1"])
+def test_no_process_of_a_child_outlives_it(
+    child: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """An engine's own process would keep the GPU; here it ignores most signals and keeps the log open."""
+    monkeypatch.setattr(decode, "_TIMEOUT_S", 1)
+    pid_file = tmp_path / "pid"
+    child.write_text(
+        "#!/bin/sh\n"
+        f'sh -c \'trap "" TERM INT HUP; echo $$ > {pid_file}.new; mv {pid_file}.new {pid_file}; '
+        "while :; do sleep 0.1; done' &\n"
+        f"while [ ! -e {pid_file} ]; do sleep 0.05; done\n"
+        f"echo Loading; {ending}\n"
+    )
+    what = r"not done after 1 s and was ended; lower" if ending == "wait" else "ended with 1"
+    with pytest.raises(EngineError, match=rf"(?s)connector engine (was )?{what}.*Loading"):
+        measure_decode(TASK, BenchRun("decode", "m", None), lambda _: None)
+    stat = Path(f"/proc/{int(pid_file.read_text())}/stat")
+    deadline_s = time.monotonic() + 10
+    while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        assert time.monotonic() < deadline_s, "the grandchild still runs"
+        time.sleep(0.02)
 
 
 def test_stock_vllm_is_driven_like_ours() -> None:
@@ -248,5 +281,33 @@ def test_steady_load_counts_from_when_all_lanes_are_under_way() -> None:
 
 
 def test_steady_load_needs_lanes_that_do_not_end() -> None:
-    with pytest.raises(ValueError, match="lane 0 has no request left before 10 are done"):
-        drive_steadily(_Steps(), [iter([GenerationRequest([1], 1)] * 3)], 10)
+    server = _Steps()
+    with pytest.raises(
+        EngineError, match=r"(?s)Lane 0 of 1 has no request left behind its 3 .*max_num_seqs=1"
+    ):
+        drive_steadily(server, [iter([GenerationRequest([1], 1)] * 3)], 10)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_steady_load_counts_nothing_of_the_step_it_starts_behind(
+    monkeypatch: pytest.MonkeyPatch, is_reversed: bool
+) -> None:
+    """That step's time is not counted, so neither is what was done in it, whatever the order of answers."""
+    clock = iter(range(100))
+    monkeypatch.setattr("inferscale.bench.load.time.perf_counter", lambda: float(next(clock)))
+    server = _Steps()
+    step = server.step
+    num_answers: list[int] = []
+
+    def noted() -> list[Answer]:
+        answers = step()
+        num_answers.append(len(answers))
+        return answers[::-1] if is_reversed else answers
+
+    monkeypatch.setattr(server, "step", noted)
+    # Lane 0's second request is done in the same step as the first one of lane 1.
+    lanes = [[GenerationRequest([lane], 1 + lane), *[GenerationRequest([lane], 1)] * 9] for lane in (0, 1)]
+    window = drive_steadily(server, [iter(lane) for lane in lanes], 4)
+    assert num_answers == [1, 2, 2, 2]
+    assert sorted((lane, number) for lane, number, _ in window.served) == [(0, 2), (0, 3), (1, 1), (1, 2)]
+    assert window.seconds == 1.0, "the clock is read twice"

@@ -9,6 +9,7 @@ import pytest
 
 from inferscale.bench import plots
 from inferscale.bench.harness import BenchRun, Row, read_rows
+from inferscale.bench.modes import MODES, STEADY_LOOP
 from inferscale.bench.plots import plot_runs, plot_ttft
 from inferscale.bench.report import (
     encode_table,
@@ -20,7 +21,6 @@ from inferscale.bench.report import (
 )
 from inferscale.errors import InferScaleError, InvalidInput
 
-MODES = ("text", "hit", "inject", "none")
 STORED = Path(__file__).parent.parent / "benchmarks" / "results" / "ttft.jsonl"
 
 
@@ -38,8 +38,9 @@ def ttft_run(run_id: str = "20300101T000000-a", model: str = "m", ms: float = 10
     return run.rows
 
 
-def throughput_run() -> list[Row]:
+def throughput_run(loop: str | None = STEADY_LOOP) -> list[Row]:
     config = {"users": 8, "rounds": 2, "output_tokens": 50, "prefilled_tokens": 32}
+    config |= {} if loop is None else {"loop": loop}
     run = BenchRun("throughput", "m", None, config, id="20300101T000000-b", commit="abc")
     for mode in MODES:
         run.add("requests_per_s", "requests/s", [10.0, 12.0], mode=mode, k=50)
@@ -68,10 +69,24 @@ def test_a_run_that_was_cut_off_shows_what_it_finished() -> None:
 def test_throughput_table() -> None:
     table = throughput_table(throughput_run())
     assert "| inject | 11.0 | 1,500 | 7.0 ms | 9.0 ms | 1.25 ms | 1.25 ms | 32 |" in table
-    assert "8 users at once" in table
+    assert "8 users at once, 16 requests in steady load, k=50" in table
     assert "inject/text 6.00× (6.00 to 6.00)" in table
     with pytest.raises(InvalidInput, match="cut off"):
         throughput_table([])
+
+
+@pytest.mark.parametrize("loop", [None, "closed: a user's next request is sent when its last one is done"])
+def test_an_older_run_was_not_in_steady_load(loop: str | None) -> None:
+    assert "8 users at once, 16 requests, not in steady load, k=50" in throughput_table(throughput_run(loop))
+
+
+def test_a_ratio_that_older_runs_have_not_is_left_out() -> None:
+    rows = ttft_run()
+    assert "| text/inject | inject/hit |" in ttft_table(rows)
+    without = [row for row in rows if row["mode"] != "inject/hit"]
+    table = ttft_table(without)
+    assert "| none | text/inject |\n" in table
+    assert "| 50 | 90 | 510.0 ms |" in table
 
 
 def test_encode_table_with_and_without_the_baseline() -> None:

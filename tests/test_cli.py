@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from fakes import WordEmbedder
 from inferscale.cli.app import main
+from inferscale.cli.options import memory_config
 from inferscale.cli.reference import render
-from inferscale.config import ConnectorConfig
+from inferscale.config import ConnectorConfig, MemoryConfig
 from inferscale.errors import InvalidInput
+from inferscale.memory import Memory
 from inferscale.models import EMBEDDER, is_present
 
 ROOT = Path(__file__).parent.parent
@@ -62,6 +65,33 @@ def test_add_search_list_delete(folder: Path) -> None:
     deleted = run("delete", fact["id"], "--data-dir", str(folder))
     assert deleted.stdout == fact["id"] + "\n"
     assert len(run("list", *where).stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("add", "x", "--user-id", "ana"),
+        ("search", "x", "--user-id", "ana"),
+        ("list", "--user-id", "ana"),
+        ("delete", "some-id"),
+        ("ingest", "-", "--user-id", "ana"),
+    ],
+)
+def test_without_an_engine_the_cpu_embeds(
+    arguments: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine of another process may fill the GPU."""
+    opened: list[MemoryConfig] = []
+
+    def open_memory(config: MemoryConfig) -> Memory:
+        opened.append(config)
+        return Memory(config, embedder=WordEmbedder())
+
+    for place in ("facts", "ingest"):
+        monkeypatch.setattr(f"inferscale.cli.{place}.Memory", open_memory)
+    run(*arguments, "--data-dir", str(tmp_path), stdin="a fact")
+    assert [config.embedder_device for config in opened] == ["cpu"]
+    assert memory_config(tmp_path, None, has_engine=True).embedder_device == "auto"
 
 
 def test_add_messages(folder: Path) -> None:

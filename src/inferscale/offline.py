@@ -46,7 +46,7 @@ class GenerationRequest:
 class Generation:
     """What came back.
 
-    ttft_s: from the begin of its submission (signing the plan and vLLM's input processing are part
+    ttft_s: from the start of its submission (signing the plan and vLLM's input processing are part
     of it) to its first token. outcome: the connector's account of the
     plan, see `SchedulerSide.finish`; None without a plan. num_cached_tokens: prompt tokens that the
     engine did not compute, injected ones included.
@@ -156,8 +156,8 @@ class OfflineEngine:
         """Run requests and yield each as it finishes, in the order of finishing.
 
         Requests are drawn from the iterable, and submitted, as soon as those in flight are fewer than
-        `max_in_flight` and have, prompts and `max_tokens` added, room below `max_tokens_in_flight`; one
-        is always let in. None is no bound. What is in flight is aborted when an error comes out (of the
+        `max_in_flight` and their prompts plus `max_tokens` stay below `max_tokens_in_flight`; one is always
+        let in. None is no bound. What is in flight is aborted when an error comes out (of the
         engine or of the iterable) or the generator is closed. Other calls may run in between.
         """
         source = enumerate(requests)

@@ -1,10 +1,4 @@
-"""The modes that benchmarks compare, and the proof that each request ran in its mode.
-
-    text    prefill everything
-    hit     head and facts are found in vLLM's own exact prefix cache: attends to as many tokens and
-            prefills as few, so it is the floor that the engine itself sets
-    inject  the same facts in the same order, their KV taken from the pool
-    none    no memory
+"""The requests of each mode (see `modes`), and the proof that each ran in its mode.
 
 A request that silently ran in another way would make a wrong row, so `check` raises instead.
 """
@@ -17,20 +11,11 @@ from typing import NamedTuple
 
 from inferscale.bench.encode import Encoding
 from inferscale.bench.engine import BenchEngine
-from inferscale.bench.harness import BenchRun
+from inferscale.bench.harness import BenchRun, middle
 from inferscale.bench.load import SAMPLING
 from inferscale.bench.workload import Asked
 from inferscale.errors import EngineError, InvalidInput
 from inferscale.offline import Generation, GenerationRequest
-
-MODES = ("text", "hit", "inject", "none")
-RATIOS = (
-    ("text", "inject"),
-    ("text", "hit"),
-    ("inject", "hit"),
-    ("inject", "none"),
-    ("hit", "none"),
-)
 
 
 class TokenCounts(NamedTuple):
@@ -134,15 +119,11 @@ def _shared(asked: Asked, block_size: int) -> int:
 
 def summarize(counts: Sequence[TokenCounts]) -> dict[str, int]:
     """Medians over the requests of a row, and the extremes of what must not vary."""
-
-    def median(values: Sequence[int]) -> int:
-        return sorted(values)[len(values) // 2]
-
     return {
-        "prompt_tokens": median([one.prompt for one in counts]),
-        "injected_tokens": median([one.injected for one in counts]),
+        "prompt_tokens": middle([one.prompt for one in counts]),
+        "injected_tokens": middle([one.injected for one in counts]),
         "min_injected_tokens": min(one.injected for one in counts),
-        "cached_tokens": median([one.cached for one in counts]),
-        "prefilled_tokens": median([one.prefilled for one in counts]),
+        "cached_tokens": middle([one.cached for one in counts]),
+        "prefilled_tokens": middle([one.prefilled for one in counts]),
         "max_prefilled_tokens": max(one.prefilled for one in counts),
     }

@@ -24,6 +24,12 @@ class BenchConversation(NamedTuple):
     turns: tuple[Turn, ...]
     questions: tuple[str, ...]
 
+    def check_k(self, k: int, num_turns: int | None = None) -> None:
+        """Raise InvalidInput for more facts than turns; num_turns: that are used, all of them by default."""
+        num_turns = len(self.turns[:num_turns])
+        if k > num_turns:
+            raise InvalidInput(f"k={k} was asked for; {self.name} has {num_turns} turns. Lower --k.")
+
 
 def read_conversation(path: Path | None, number: int = 1) -> BenchConversation:
     """Conversation `number`, counted from 1, of a LoCoMo file; without a path, the demo's conversation.

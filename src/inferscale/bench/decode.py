@@ -13,10 +13,13 @@ An engine gives back its memory only with its process, so each runs in one of it
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,21 +111,37 @@ def _in_child(task: DecodeTask) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="inferscale-bench-") as folder:
         path = Path(folder) / "task.json"
         path.write_text(task.to_json(), encoding="utf-8")
-        done = subprocess.run(
-            [sys.executable, "-m", "inferscale.bench.decode", str(path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=_TIMEOUT_S,
-        )
-        answer = path.with_suffix(".json.out")
-        if done.returncode or not answer.is_file():
+        log = Path(folder) / "log"
+        status = _run_group([sys.executable, "-m", "inferscale.bench.decode", str(path)], log)
+        said = log.read_text(encoding="utf-8", errors="replace")[-_LOG_CHARS:]
+        if status is None:
             raise EngineError(
-                f"The process of the {task.engine} engine ended with {done.returncode}: "
-                f"{done.stdout[-_LOG_CHARS:]}"
+                f"The process of the {task.engine} engine was not done after {_TIMEOUT_S} s and was ended; "
+                f"lower --output-tokens, --repeats or --batches. It said: {said}"
             )
+        answer = path.with_suffix(".json.out")
+        if status or not answer.is_file():
+            raise EngineError(f"The process of the {task.engine} engine ended with {status}: {said}")
         measured: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return measured
+
+
+def _run_group(command: Sequence[str], log: Path) -> int | None:
+    """Run a command, all that it says in `log`; its exit status, None where it was not done in time.
+
+    It has a session of its own, and all of that is ended with it: an engine's process that outlives the
+    one that started it would keep the GPU. `log` is a file, since such a process would keep a pipe open.
+    """
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            return process.wait(_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def run_task(task: DecodeTask) -> dict[str, Any]:

@@ -16,11 +16,11 @@ import numpy as np
 
 from inferscale.bench.conversation import BenchConversation
 from inferscale.bench.engine import EngineSpec, describe
-from inferscale.bench.harness import BenchRun, Row, Say, median_interval
+from inferscale.bench.harness import BenchRun, Row, Say, median_interval, middle
 from inferscale.bench.options import E2eOptions
 from inferscale.bench.spoken import prompt_builder
 from inferscale.config import MemoryConfig
-from inferscale.errors import EngineError, InvalidInput
+from inferscale.errors import EngineError
 from inferscale.facts import Fact, Scope
 from inferscale.memory import Memory
 from inferscale.memory_llm import ChatResult, MemoryLLM
@@ -44,11 +44,7 @@ def measure_e2e(
     embedder: folder or hub name; None for the default one. Raises InvalidInput for a k above the number of
     turns, and EngineError for a question whose facts were not all injected.
     """
-    if options.k > len(conversation.turns):
-        raise InvalidInput(
-            f"k={options.k} was asked for; {conversation.name} has {len(conversation.turns)} turns. "
-            "Lower --k."
-        )
+    conversation.check_k(options.k)
     sized = _sized(spec, conversation, options.k)
     run = BenchRun("e2e", spec.name, out)
     with (
@@ -117,11 +113,8 @@ def _measure_device(
         told = {**config, **_tokens(ones)}
         run.add("e2e_ttft", "ms", [one.e2e_ttft_ms for one in ones], mode=mode, k=options.k, config=told)
         for part in _PARTS:
-            values = [getattr(getattr(one, "timings", None), part, None) for one in ones]
-            known = [float(value) for value in values if value is not None]
-            if known:
-                name = f"e2e_{part}"
-                run.add(name, "ms", known, mode=mode, k=options.k, config=config)
+            values = [float(getattr(one.timings, part)) for one in ones]
+            run.add(f"e2e_{part}", "ms", values, mode=mode, k=options.k, config=config)
     pairs = zip(results["inject"], results["none"], strict=True)
     added = np.array([one.e2e_ttft_ms - other.e2e_ttft_ms for one, other in pairs])
     ci95 = median_interval(added)
@@ -144,12 +137,9 @@ def _ask(llm: MemoryLLM, question: str, mode: Any, k: int) -> ChatResult:
 
 
 def _tokens(results: Sequence[ChatResult]) -> dict[str, int]:
-    def median(values: list[int]) -> int:
-        return sorted(values)[len(values) // 2]
-
     return {
-        "prompt_tokens": median([one.num_prompt_tokens for one in results]),
-        "injected_tokens": median([one.num_injected_tokens for one in results]),
-        "cached_tokens": median([one.num_cached_tokens for one in results]),
-        "prefilled_tokens": median([one.num_prefilled_tokens for one in results]),
+        "prompt_tokens": middle([one.num_prompt_tokens for one in results]),
+        "injected_tokens": middle([one.num_injected_tokens for one in results]),
+        "cached_tokens": middle([one.num_cached_tokens for one in results]),
+        "prefilled_tokens": middle([one.num_prefilled_tokens for one in results]),
     }

@@ -1,7 +1,8 @@
 """Rows of benchmark results: one JSON object a line, append-only, the same keys for every benchmark.
 
 Keys: `run`, `bench`, `metric`, `unit`, `mode`, `k`, `model`, `hardware`, `engine`, `commit`, `config`,
-`n`, `p50`, `p90`, `p99`; ratios also have `ci95`, a 95 % interval of the median.
+`n`, `p50`, `p90`, `p99`; ratios also have `ci95`, a 95 % interval of the median. `commit` is that of the
+checkout, or what the environment variable INFERSCALE_COMMIT says.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ from inferscale.errors import InvalidInput
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
+N = TypeVar("N", int, float)
 
 KEYS = (
     "run", "bench", "metric", "unit", "mode", "k", "model", "hardware", "engine", "commit", "config", "n",
@@ -46,7 +48,7 @@ _ENVIRONMENT = (
 class BenchRun:
     """One run: what its rows share, and where they are appended.
 
-    config: settings of the whole run; may grow before the first row. commit: of the run's begin.
+    config: settings of the whole run; may grow before the first row. commit: at its start.
     """
 
     bench: str
@@ -116,6 +118,11 @@ class BenchRun:
         return self.add(f"{metric}_ratio", "x", ratios.tolist(), mode=name, k=k, ci95=ci95, config=config)
 
 
+def middle(values: Sequence[N]) -> N:
+    """The median that was measured: of an even number of values the upper one of the two in the middle."""
+    return sorted(values)[len(values) // 2]
+
+
 def median_interval(values: np.ndarray[Any, Any]) -> tuple[float, float]:
     """95 % bootstrap interval of the median; deterministic."""
     generator = np.random.default_rng(0)
@@ -145,12 +152,6 @@ def read_rows(path: Path) -> list[Row]:
             )
         rows.append(row)
     return rows
-
-
-def latest_run(rows: Sequence[Row], bench: str) -> list[Row]:
-    """The rows of the last run of this benchmark in a file, with all else it measured; [] without one."""
-    runs = [row["run"] for row in rows if row["bench"] == bench]
-    return [row for row in rows if runs and row["run"] == runs[-1]]
 
 
 def command() -> str:
@@ -192,8 +193,13 @@ def engine() -> str:
 def commit() -> str:
     """The checkout's commit, with `+` where a tracked file differs from it; `unknown` outside a checkout.
 
-    Results do not count: a run changes them itself.
+    Results do not count: a run changes them itself. Where the benchmark runs on a copy without git's
+    history, set INFERSCALE_COMMIT to the commit that was copied (`git describe --always --dirty=+`): it is
+    recorded as it is.
     """
+    given = os.environ.get("INFERSCALE_COMMIT", "").strip()
+    if given:
+        return given
     results = ":(top,exclude)benchmarks/results"
     try:
         _git("ls-files", "--error-unmatch", Path(__file__).name)  # not merely inside somebody's checkout

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from inferscale.bench.harness import BenchRun
+from inferscale.bench.harness import BenchRun, command, environment
 from inferscale.errors import InferScaleError
 from inferscale.kernels.fused import CAPTURE, INJECT, FusedMover, Tuning
 from inferscale.kernels.geometry import geometry_of
@@ -68,6 +68,7 @@ def run_kernels(
         raise InferScaleError(
             "The kernels run on CUDA GPUs only, and torch sees none. On a CPU, injection is portable."
         )
+    run.config |= {"command": command(), "environment": environment()}
     for page_size in page_sizes:
         scene = make_scene(shape, page_size)
         for n in tokens:
@@ -207,7 +208,8 @@ def _measure(
     for name in ("inject", "capture"):
         for base in ("copy", "copy_2gb"):
             scale = LARGE_COPY_BYTES / moved_bytes if base == "copy_2gb" else 1.0
-            run.add_ratio("kernel", f"{base}/{name}", [ms / scale for ms in times[base]], times[name], k=n)
+            per_byte = [ms / scale for ms in times[base]]
+            run.add_ratio("kernel", f"{base}/{name}", per_byte, times[name], k=n, config=config)
     medians = {name: float(np.median(values)) * 1e3 for name, values in times.items()}
     say(
         f"{n} tokens, pages of {page_size}: "

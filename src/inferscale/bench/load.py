@@ -1,7 +1,7 @@
 """Closed-loop load on an engine: lanes that send one request after the other.
 
 Works with `OfflineEngine`, and with stock vLLM through `StockEngine`; times are those of the caller: from
-the begin of a request's submission (signing its plan and vLLM's input processing are part of it) to
+the start of a request's submission (signing its plan and vLLM's input processing are part of it) to
 the return of the engine step that brought a token.
 """
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from inferscale.errors import EngineError
 from inferscale.offline import Answer, Generation, GenerationRequest
 
 SAMPLING: Mapping[str, Any] = {"ignore_eos": True, "detokenize": False}
@@ -82,37 +83,43 @@ class Window(NamedTuple):
 
 
 def drive_steadily(server: Server, lanes: Sequence[Iterator[GenerationRequest]], num: int) -> Window:
-    """Load without begin and end: from when every lane has done its first request, until `num` more are done.
+    """Load without start and end: from when every lane has done its first request, until `num` more are done.
 
     The first requests are to be of different lengths, so that lanes do not run in step: else all of them
     would send at once again and again, which no users do. What is still running at the end is aborted.
-    Raises ValueError for lanes that end too early.
+    Counted is from the end of an engine's step to the end of another: what is done in the step of the last
+    first request took its time before. Raises EngineError for a lane that ends too early.
     """
     running: dict[str, tuple[int, int, GenerationRequest]] = {}
     sent = [0] * len(lanes)
     num_first = len(lanes)
-    start_s = 0.0
+    start_s: float | None = None
     served: list[tuple[int, int, Served]] = []
 
     def send(lane: int) -> None:
         request = next(lanes[lane], None)
         if request is None:
-            raise ValueError(f"lane {lane} has no request left before {num} are done")
+            raise EngineError(
+                f"Lane {lane} of {len(lanes)} has no request left behind its {sent[lane]} before {num} of "
+                "all were counted: the engine does not serve all users alike. Let it run all of them at once "
+                f"(--engine-arg max_num_seqs={len(lanes)}), or lower --users or --rounds."
+            )
         running[server.submit(request)] = (lane, sent[lane], request)
         sent[lane] += 1
 
     try:
         for lane in range(len(lanes)):
             send(lane)
-        while len(served) < num:
+        while start_s is None or len(served) < num:
             for answer in server.step():
                 lane, number, request = running.pop(answer.name)
                 if number == 0:
                     num_first -= 1
-                    start_s = time.perf_counter()
-                elif num_first == 0:
+                elif start_s is not None:
                     served.append((lane, number, Served(request, answer.generation)))
                 send(lane)
+            if start_s is None and num_first == 0:
+                start_s = time.perf_counter()
         return Window(time.perf_counter() - start_s, served)
     finally:
         server.abort(list(running))

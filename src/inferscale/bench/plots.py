@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from inferscale.bench.harness import Row
+from inferscale.bench.modes import MODES
 from inferscale.bench.report import latest_runs
 from inferscale.errors import InferScaleError
 
-_COLOURS = {"text": "#c44e52", "hit": "#8c8c8c", "inject": "#4c72b0", "none": "#55a868"}
+_COLOURS = dict(zip(MODES, ("#c44e52", "#8c8c8c", "#4c72b0", "#55a868"), strict=True))
 
 
 def check_plotting() -> None:

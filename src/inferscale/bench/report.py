@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from inferscale.bench.harness import Row
+from inferscale.bench.modes import MODES, RATE_RATIOS, STEADY_LOOP, TTFT_RATIOS, Ratio
 from inferscale.errors import InvalidInput
-
-MODES = ("text", "hit", "inject", "none")
-_TTFT_RATIOS = ("text/inject", "inject/hit")
-_RATE_RATIOS = ("inject/text", "inject/hit", "inject/none")
 
 
 def ttft_table(rows: Sequence[Row]) -> str:
     """A Markdown table of one run: median TTFT by k and mode, and the paired ratios.
 
-    A k that was cut off is left out; raises InvalidInput where none was finished.
+    A k that was cut off is left out, and a ratio that the run has not (older ones have fewer); raises
+    InvalidInput where no k was finished.
     """
     cells = {(row["k"], row["metric"], row["mode"]): row for row in rows if row["bench"] == "ttft"}
-    columns = [("ttft", mode) for mode in MODES] + [("ttft_ratio", name) for name in _TTFT_RATIOS]
+    names = _measured(TTFT_RATIOS, {name for _, metric, name in cells if metric == "ttft_ratio"})
+    columns = [("ttft", mode) for mode in MODES] + [("ttft_ratio", name) for name in names]
     ks = sorted(k for k in {k for k, _, _ in cells} if all((k, *column) in cells for column in columns))
     if not ks:
         raise InvalidInput("the run has no k with all four modes; it was cut off, so run it again.")
-    lines = _head("k", "prompt tokens", *MODES, *_TTFT_RATIOS)
+    lines = _head("k", "prompt tokens", *MODES, *names)
     for k in ks:
         times = [f"{cells[k, 'ttft', mode]['p50']:.1f} ms" for mode in MODES]
-        ratios = [_ratio(cells[k, "ttft_ratio", name]) for name in _TTFT_RATIOS]
+        ratios = [_ratio(cells[k, "ttft_ratio", name]) for name in names]
         tokens = cells[k, "ttft", "inject"]["config"]["prompt_tokens"]
         lines.append(_line(k, tokens, *times, *ratios))
     first = next(row for row in rows if row["bench"] == "ttft")
@@ -68,18 +67,16 @@ def throughput_table(rows: Sequence[Row]) -> str:
                 ttft["config"]["prefilled_tokens"],
             )
         )
-    ratios = [
-        f"{name} {_ratio(cells['requests_per_s_ratio', name])}"
-        for name in _RATE_RATIOS
-        if ("requests_per_s_ratio", name) in cells
-    ]
+    names = _measured(RATE_RATIOS, {name for metric, name in cells if metric == "requests_per_s_ratio"})
+    ratios = [f"{name} {_ratio(cells['requests_per_s_ratio', name])}" for name in names]
     first = cells["requests_per_s", modes[0]]
     config = first["config"]
+    load = " in steady load" if config.get("loop") == STEADY_LOOP else ", not in steady load"
     return "\n".join(
         [
             *lines,
             "",
-            f"{config['users']} users at once, {config['users'] * config['rounds']} requests in steady load, "
+            f"{config['users']} users at once, {config['users'] * config['rounds']} requests{load}, "
             f"k={first['k']}, {config['output_tokens']} output tokens, {first['n']} repeats of all modes in "
             f"turn. Requests/s: {', '.join(ratios)}.",
             _source(first),
@@ -156,6 +153,10 @@ def report(rows: Sequence[Row]) -> str:
             shown = f"Run {run[0]['run']}: {error}"
         parts.append(f"## {bench}: {model} on {hardware}\n\n{shown}\n")
     return "\n".join(parts)
+
+
+def _measured(ratios: Sequence[Ratio], names: Collection[str | None]) -> list[str]:
+    return [str(ratio) for ratio in ratios if str(ratio) in names]
 
 
 def _head(*names: str) -> list[str]:

@@ -19,7 +19,6 @@ from inferscale.bench.engine import BenchEngine, EngineSpec
 from inferscale.bench.options import RandomTokens
 from inferscale.bench.spoken import SpokenWorkload, prompt_builder
 from inferscale.bench.workload import RandomWorkload, Workload, fact_lengths
-from inferscale.errors import InvalidInput
 from inferscale.prompt import PromptBuilder
 from inferscale.windows import WindowPolicy
 
@@ -125,14 +124,6 @@ class SpokenSource:
 
     def workload(self, engine: BenchEngine, need: Need) -> SpokenWorkload:
         return self._workload(need)
-
-
-def check_ks(conversation: BenchConversation, ks: Sequence[int]) -> None:
-    """Raise InvalidInput for more facts than a conversation has turns."""
-    if max(ks) > len(conversation.turns):
-        raise InvalidInput(
-            f"k={max(ks)} was asked for; {conversation.name} has {len(conversation.turns)} turns. Lower --k."
-        )
 
 
 def sized(spec: EngineSpec, source: Source, needs: Sequence[Need]) -> EngineSpec:

@@ -48,10 +48,7 @@ class SpokenWorkload:
         self._prompts = prompts
         self._questions = conversation.questions[:num_questions]
         turns = list(conversation.turns[:num_facts])
-        if max_k > len(turns):
-            raise InvalidInput(
-                f"k={max_k} was asked for; {conversation.name} has {len(turns)} turns. Lower --k."
-            )
+        conversation.check_k(max_k, num_facts)
         self.head: Ids = tuple(prompts.anchor_ids)
         with tempfile.TemporaryDirectory(prefix="inferscale-bench-") as folder:
             opened = Memory(MemoryConfig(folder), embedder=embedder)

@@ -1,4 +1,7 @@
-"""Several benchmarks of one model on one engine: starting it takes longer than most of them."""
+"""Benchmarks on an engine that runs, and several of one model on one: starting it takes longer than most.
+
+`ttft_need` and `run_ttft` and their like are what `inferscale bench ttft` and its like do, too.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ from typing import NamedTuple
 from inferscale.bench.arms import new_run
 from inferscale.bench.encode import encode_users, measure_encode
 from inferscale.bench.engine import BenchEngine, EngineSpec
-from inferscale.bench.harness import Say
+from inferscale.bench.harness import BenchRun, Say
 from inferscale.bench.options import EncodeOptions, RandomTokens, ThroughputOptions, TtftOptions
-from inferscale.bench.source import Need, RandomSource, encoding_for, sized
+from inferscale.bench.source import Need, RandomSource, Source, encoding_for, sized
 from inferscale.bench.throughput import measure_throughput
-from inferscale.bench.ttft import measure_ttft
+from inferscale.bench.ttft import WARM_UPS, measure_ttft
 from inferscale.errors import InferScaleError
 from inferscale.windows import WindowPolicy
 
@@ -41,6 +44,13 @@ class PartDone(NamedTuple):
     error: str | None = None
 
 
+class _Part(NamedTuple):
+    """What the engine must have room for, and the measurement: (engine, file of rows) → run."""
+
+    need: Need
+    measure: Callable[[BenchEngine, Path], BenchRun]
+
+
 def measure_suite(
     spec: EngineSpec, parts: Sequence[str], options: SuiteOptions, out: Path, say: Say
 ) -> list[PartDone]:
@@ -49,16 +59,16 @@ def measure_suite(
     A part that fails does not keep the others from running; what the engine's start raises comes out.
     """
     source = RandomSource(options.tokens)
-    needs = {part: _need(part, options) for part in parts}
+    all_parts = _parts(source, options, say)
     start_s = time.perf_counter()
     done: list[PartDone] = []
-    with sized(spec, source, list(needs.values())).open() as engine:
+    with sized(spec, source, [all_parts[part].need for part in parts]).open() as engine:
         done.append(PartDone("start", time.perf_counter() - start_s))
         for part in parts:
             start_s = time.perf_counter()
             error = None
             try:
-                _MEASURE[part](engine, source, needs[part], options, out / f"{part}.jsonl", say)
+                all_parts[part].measure(engine, out / f"{part}.jsonl")
             except InferScaleError as failure:
                 error = str(failure)
             done.append(PartDone(part, time.perf_counter() - start_s, error))
@@ -66,44 +76,65 @@ def measure_suite(
     return done
 
 
-def _need(part: str, options: SuiteOptions) -> Need:
-    if part == "ttft":
-        return Need(max(options.ttft.ks))
-    if part == "throughput":
-        load = options.throughput
-        return Need(load.k, num_users=load.users, output_tokens=load.output_tokens)
-    num_facts = options.encode.num_facts
-    return Need(min(options.policy.window + options.policy.stride, num_facts), num_facts=num_facts)
+def _parts(source: Source, options: SuiteOptions, say: Say) -> dict[str, _Part]:
+    policy = options.policy
+    return {
+        "ttft": _Part(
+            ttft_need(options.ttft),
+            lambda engine, out: run_ttft(engine, source, options.ttft, policy, out, say),
+        ),
+        "throughput": _Part(
+            throughput_need(options.throughput),
+            lambda engine, out: run_throughput(engine, source, options.throughput, policy, out, say),
+        ),
+        "encode": _Part(
+            encode_need(options.encode, policy),
+            lambda engine, out: run_encode(engine, source, options.encode, policy, out, say),
+        ),
+    }
 
 
-def _ttft(
-    engine: BenchEngine, source: RandomSource, need: Need, options: SuiteOptions, out: Path, say: Say
-) -> None:
-    encoding = encoding_for(engine, source, need, options.policy)
-    run = new_run("ttft", engine, encoding, out, options.ttft.tail)
-    encode_users(engine, encoding, [0])
-    measure_ttft(engine, encoding, options.ttft, run, say)
+def ttft_need(options: TtftOptions) -> Need:
+    return Need(max(options.ks), num_questions=options.num_questions + WARM_UPS)
 
 
-def _throughput(
-    engine: BenchEngine, source: RandomSource, need: Need, options: SuiteOptions, out: Path, say: Say
-) -> None:
-    encoding = encoding_for(engine, source, need, options.policy)
-    run = new_run("throughput", engine, encoding, out, options.throughput.tail)
-    encode_users(engine, encoding, range(need.num_users))
-    measure_throughput(engine, encoding, options.throughput, run, say)
+def run_ttft(
+    engine: BenchEngine, source: Source, options: TtftOptions, policy: WindowPolicy, out: Path, say: Say
+) -> BenchRun:
+    """Encode user 0's facts, with rows of that, and measure the time to first token."""
+    encoding = encoding_for(engine, source, ttft_need(options), policy)
+    run = new_run("ttft", engine, encoding, out, options.tail)
+    measure_encode(engine, encoding, EncodeOptions(baseline=False), run, say)
+    measure_ttft(engine, encoding, options, run, say)
+    return run
 
 
-def _encode(
-    engine: BenchEngine, source: RandomSource, need: Need, options: SuiteOptions, out: Path, say: Say
-) -> None:
-    encoding = encoding_for(engine, source, need, options.policy)
+def throughput_need(options: ThroughputOptions) -> Need:
+    return Need(options.k, num_users=options.users, output_tokens=options.output_tokens)
+
+
+def run_throughput(
+    engine: BenchEngine, source: Source, options: ThroughputOptions, policy: WindowPolicy, out: Path, say: Say
+) -> BenchRun:
+    """Encode the facts of all users and measure requests a second."""
+    encoding = encoding_for(engine, source, throughput_need(options), policy)
+    run = new_run("throughput", engine, encoding, out, options.tail)
+    cost = encode_users(engine, encoding, range(options.users))
+    say(f"Encoded {cost.facts} facts of {options.users} users in {cost.seconds:.1f} s.")
+    measure_throughput(engine, encoding, options, run, say)
+    return run
+
+
+def encode_need(options: EncodeOptions, policy: WindowPolicy) -> Need:
+    num_facts = options.num_facts
+    return Need(min(policy.window + policy.stride, num_facts), num_facts=num_facts)
+
+
+def run_encode(
+    engine: BenchEngine, source: Source, options: EncodeOptions, policy: WindowPolicy, out: Path, say: Say
+) -> BenchRun:
+    """Measure how fast user 0's facts are encoded."""
+    encoding = encoding_for(engine, source, encode_need(options, policy), policy)
     run = new_run("encode", engine, encoding, out)
-    measure_encode(engine, encoding, options.encode, run, say)
-
-
-_MEASURE: dict[str, Callable[[BenchEngine, RandomSource, Need, SuiteOptions, Path, Say], None]] = {
-    "ttft": _ttft,
-    "throughput": _throughput,
-    "encode": _encode,
-}
+    measure_encode(engine, encoding, options, run, say)
+    return run

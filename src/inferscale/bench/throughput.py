@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from inferscale.bench.arms import (
-    MODES,
     TokenCounts,
     check_fits,
     checked_counts,
@@ -28,6 +27,7 @@ from inferscale.bench.encode import Encoding
 from inferscale.bench.engine import BenchEngine
 from inferscale.bench.harness import BenchRun, Row, Say
 from inferscale.bench.load import Served, drive, drive_steadily
+from inferscale.bench.modes import MODES, RATE_RATIOS, STEADY_LOOP
 from inferscale.bench.options import ThroughputOptions
 from inferscale.bench.workload import Asked
 from inferscale.offline import GenerationRequest
@@ -35,7 +35,6 @@ from inferscale.offline import GenerationRequest
 _WARM_UP_TOKENS = 4
 _SPARE_QUESTIONS = 6
 """Beyond `rounds`, for the first request and for users that are faster than others."""
-_RATIOS = (("inject", "text"), ("hit", "text"), ("inject", "hit"), ("inject", "none"))
 
 
 class _Pass(NamedTuple):
@@ -51,7 +50,8 @@ def measure_throughput(
 ) -> list[Row]:
     """Measure on an engine that holds the facts of all users; append rows and return them.
 
-    Raises EngineError for a request that did not run as its mode says: nothing is written then.
+    Raises EngineError for a request that did not run as its mode says, and for a user without questions
+    left (`load.drive_steadily`): nothing is written then.
     """
     first = len(run.rows)
     num_questions = options.rounds + _SPARE_QUESTIONS
@@ -119,7 +119,7 @@ def _add_rows(
         "rounds": options.rounds,
         "output_tokens": options.output_tokens,
         "counters": engine.counters(),
-        "loop": "closed: a user's next request is sent when its last one is done; users out of step",
+        "loop": STEADY_LOOP,
     }
     rates: dict[str, list[float]] = {}
     for mode, ones in passes.items():
@@ -136,5 +136,6 @@ def _add_rows(
         for metric, (unit, series) in values.items():
             if series:
                 run.add(metric, unit, series, mode=mode, k=options.k, config=config)
-    for over, under in _RATIOS:
-        run.add_ratio("requests_per_s", f"{over}/{under}", rates[over], rates[under], k=options.k)
+    for ratio in RATE_RATIOS:
+        pair = (rates[ratio.over], rates[ratio.under])
+        run.add_ratio("requests_per_s", str(ratio), *pair, k=options.k)

@@ -1,6 +1,6 @@
 """`inferscale bench ttft`: time to first token with k facts, four modes in turn in one run.
 
-The modes are those of `arms`. Before each measured request (but `hit`, which follows `text` and finds
+The modes are those of `modes`. Before each measured request (but `hit`, which follows `text` and finds
 its blocks) the engine's prefix cache is emptied, so that nothing is found that the mode did not bring
 itself. Measured at the engine: from the submission of token ids to the first token.
 """
@@ -9,22 +9,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from inferscale.bench.arms import (
-    MODES,
-    RATIOS,
-    TokenCounts,
-    check_fits,
-    checked_counts,
-    request_of,
-    summarize,
-)
+from inferscale.bench.arms import TokenCounts, check_fits, checked_counts, request_of, summarize
 from inferscale.bench.encode import Encoding
 from inferscale.bench.engine import BenchEngine
-from inferscale.bench.harness import BenchRun, Row, Say
+from inferscale.bench.harness import BenchRun, Row, Say, middle
+from inferscale.bench.modes import MODES, TTFT_RATIOS
 from inferscale.bench.options import TtftOptions
 from inferscale.bench.workload import Asked
 
-_WARM_UPS = 2
+WARM_UPS = 2
+"""Questions of each k that do not count."""
 
 
 class _Timed(NamedTuple):
@@ -50,20 +44,20 @@ def _measure_k(
     engine: BenchEngine, encoding: Encoding, k: int, options: TtftOptions, run: BenchRun, say: Say
 ) -> None:
     timed: dict[str, list[_Timed]] = {mode: [] for mode in MODES}
-    for number in range(options.num_questions + _WARM_UPS):
+    for number in range(options.num_questions + WARM_UPS):
         asked = encoding.workload.ask(0, number, k, options.tail)
         check_fits(asked, 1, engine.offline.max_model_len)
         in_turn = _ask_in_turn(engine, encoding, asked, first=number)
-        if number >= _WARM_UPS:
+        if number >= WARM_UPS:
             for mode, one in in_turn.items():
                 timed[mode].append(one)
     for mode, ones in timed.items():
         config = summarize([one.counts for one in ones])
         run.add("ttft", "ms", [one.ttft_ms for one in ones], mode=mode, k=k, config=config)
-    for over, under in RATIOS:
-        pair = [[one.ttft_ms for one in timed[mode]] for mode in (over, under)]
-        run.add_ratio("ttft", f"{over}/{under}", pair[0], pair[1], k=k)
-    medians = {mode: sorted(one.ttft_ms for one in ones)[len(ones) // 2] for mode, ones in timed.items()}
+    for ratio in TTFT_RATIOS:
+        pair = [[one.ttft_ms for one in timed[mode]] for mode in ratio]
+        run.add_ratio("ttft", str(ratio), pair[0], pair[1], k=k)
+    medians = {mode: middle([one.ttft_ms for one in ones]) for mode, ones in timed.items()}
     say(f"k={k}: " + ", ".join(f"{mode} {value:.1f} ms" for mode, value in medians.items()))
 
 

@@ -72,25 +72,15 @@ def ttft(
 
     options = TtftOptions(read_counts("--k", ks), questions, tail)
     conversation = workload.read(engine)
-    if conversation is not None and max(options.ks) > len(conversation.turns):
-        raise InvalidInput(
-            f"k={max(options.ks)} was asked for; {conversation.name} has {len(conversation.turns)} turns. "
-            "Lower --k."
-        )
+    if conversation is not None:
+        conversation.check_k(max(options.ks))
     check_plotting()
     spec = engine.spec()
-    from inferscale.bench.arms import new_run
-    from inferscale.bench.encode import measure_encode
-    from inferscale.bench.source import Need, encoding_for
-    from inferscale.bench.ttft import measure_ttft
+    from inferscale.bench.suite import run_ttft, ttft_need
 
     source = workload.source(conversation, spec)
-    need = Need(max(options.ks), num_questions=questions + 2)
-    with start(spec, source, [need]) as running:
-        encoding = encoding_for(running, source, need, workload.policy())
-        run = new_run("ttft", running, encoding, out, tail)
-        measure_encode(running, encoding, EncodeOptions(baseline=False), run, say)
-        measure_ttft(running, encoding, options, run, say)
+    with start(spec, source, [ttft_need(options)]) as running:
+        run = run_ttft(running, source, options, workload.policy(), out, say)
     show(run.rows, out, as_json=as_json)
     plot_ttft(run.rows, plot)
     say(f"Plot in {plot}.")
@@ -147,19 +137,11 @@ def throughput(
     options = ThroughputOptions(users, k, output_tokens, rounds, repeats, tail)
     conversation = workload.read(engine)
     spec = engine.spec()
-    from inferscale.bench.arms import new_run
-    from inferscale.bench.encode import encode_users
-    from inferscale.bench.source import Need, encoding_for
-    from inferscale.bench.throughput import measure_throughput
+    from inferscale.bench.suite import run_throughput, throughput_need
 
     source = workload.source(conversation, spec)
-    need = Need(k, num_users=users, output_tokens=output_tokens)
-    with start(spec, source, [need]) as running:
-        encoding = encoding_for(running, source, need, workload.policy())
-        run = new_run("throughput", running, encoding, out, tail)
-        cost = encode_users(running, encoding, range(users))
-        say(f"Encoded {cost.facts} facts of {users} users in {cost.seconds:.1f} s.")
-        measure_throughput(running, encoding, options, run, say)
+    with start(spec, source, [throughput_need(options)]) as running:
+        run = run_throughput(running, source, options, workload.policy(), out, say)
     show(run.rows, out, as_json=as_json)
 
 
@@ -195,16 +177,12 @@ def encode(
     num_facts = facts if conversation is None else min(facts, len(conversation.turns))
     options = EncodeOptions(num_facts, in_flight)
     spec = engine.spec()
-    from inferscale.bench.arms import new_run
-    from inferscale.bench.encode import measure_encode
-    from inferscale.bench.source import Need, encoding_for
+    from inferscale.bench.suite import encode_need, run_encode
 
     source = workload.source(conversation, spec)
-    need = Need(min(workload.window + workload.stride, num_facts), num_facts=num_facts)
-    with start(spec, source, [need]) as running:
-        encoding = encoding_for(running, source, need, workload.policy())
-        run = new_run("encode", running, encoding, out)
-        measure_encode(running, encoding, options, run, say)
+    policy = workload.policy()
+    with start(spec, source, [encode_need(options, policy)]) as running:
+        run = run_encode(running, source, options, policy, out, say)
     show(run.rows, out, as_json=as_json)
 
 

@@ -152,13 +152,13 @@ def kernels(tokens: str, shape: str, out: Path, as_json: bool) -> None:
     """Bandwidth of the injection and capture kernels beside a device copy, on a GPU."""
     counts = read_counts("--tokens", tokens, 1)
     prepare()
-    from inferscale.bench.harness import BenchRun, command, environment
+    from inferscale.bench.harness import BenchRun
     from inferscale.bench.kernels import KernelShape, run_kernels
     from inferscale.bench.shapes import kv_shape, model_folder, read_config
 
     config = read_config(model_folder(shape))
     assert config is not None
-    run = BenchRun("kernels", shape, out, {"command": command(), "environment": environment()})
+    run = BenchRun("kernels", shape, out)
     run_kernels(run, counts, say, shape=KernelShape(*kv_shape(config)))
     show(run.rows, out, as_json=as_json)
 

@@ -97,7 +97,7 @@ def ingest(
     if not encode and (model is not None or pool_size is not None or max_model_len is not None):
         raise InvalidInput("--model, --pool-size and --max-model-len are for the engine; add --encode.")
     read = [read_file(path, form, speaker, said_at) for path in files]
-    config = memory_config(data_dir, embedder)
+    config = memory_config(data_dir, embedder, has_engine=encode)
     encoding = None
     with ExitStack() as stack:
         if encode:

@@ -27,6 +27,7 @@ _BY_SUFFIX: dict[str, Format] = {
     ".text": "text",
     ".md": "text",
 }
+_NOTHING_STORED = "Nothing was stored."
 _TURN_FIELDS = ("text", "speaker", "said_at", "metadata")
 
 
@@ -58,16 +59,24 @@ def read_file(path: str, form: Format, speaker: str | None, said_at: str | None)
     num_skipped = 0
     for place, value in values:
         try:
-            turns = read_turns([_content(value)], speaker, said_at)
+            turns = _turns(_content(value), speaker, said_at)
             for turn in turns:
                 metadata_json(turn.metadata)
         except InvalidInput as error:
             kind = EmptyText if isinstance(error, EmptyText) else InvalidInput
-            reason = str(error).replace("item 1 of 1", "it").replace(" Nothing was stored.", "")
-            raise kind(f"{place.capitalize()} of {name}: {reason} Nothing was stored.") from error
+            told = f"{place.capitalize()} of {name}: {error}"
+            raise kind(told if told.endswith(_NOTHING_STORED) else f"{told} {_NOTHING_STORED}") from error
         num_skipped += not turns
         items += [Item(turn, place) for turn in turns]
     return FactFile(name, items, num_skipped)
+
+
+def _turns(content: Content, speaker: str | None, said_at: str | None) -> list[Turn]:
+    """None for a message that is no utterance: only a list, if only of one, passes over these."""
+    try:
+        return read_turns([content], speaker, said_at)
+    except InvalidInput:
+        return read_turns(content, speaker, said_at)  # raises too, and counts no items
 
 
 def _text(path: str, name: str) -> str:
