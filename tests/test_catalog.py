@@ -66,7 +66,7 @@ def test_facts_are_paged_in_seq_order(catalog: Catalog) -> None:
     assert catalog.facts(ANA, limit=2, after=stored[1].seq) == stored[2:4]
     assert catalog.facts(Scope(), after=stored[-1].seq)[0].text == "other"
     assert catalog.facts_by_ids([stored[3].id, "none", stored[0].id]) == [stored[3], stored[0]]
-    assert catalog.facts_by_seqs([stored[2].seq, 10**9]) == {stored[2].seq: stored[2]}
+    assert catalog.found_facts(ANA, [stored[2].seq, 10**9]).facts == {stored[2].seq: stored[2]}
     assert catalog.count_scopes() == 2
 
 

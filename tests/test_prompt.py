@@ -301,7 +301,7 @@ def test_vocabulary_that_reaches_a_control_token_from_text() -> None:
 )
 def test_the_head_is_known_before_the_prompt_is_built(chatml: Any, messages: list[dict[str, Any]]) -> None:
     builder = PromptBuilder(chatml)
-    assert builder.head_of(messages) == builder.build(messages, [fact("x", 1)]).head_ids
+    assert builder.draft(messages).head_ids == builder.build(messages, [fact("x", 1)]).head_ids
 
 
 def test_a_speaker_cannot_imitate_another_source(chatml: Any) -> None:

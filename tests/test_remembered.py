@@ -107,3 +107,39 @@ def test_what_is_remembered_has_a_bound(catalog: Catalog, monkeypatch: pytest.Mo
         assert reads.found_facts(ANA, wanted, "m") == catalog.found_facts(ANA, wanted, "m")
         assert len(reads._facts) <= 3
     assert reads.found_facts(ANA, seqs, "m") == catalog.found_facts(ANA, seqs, "m")
+
+
+def test_what_a_caller_writes_into_a_fact_is_not_remembered(catalog: Catalog) -> None:
+    turns = [Turn("one", metadata={"tags": ["a"]}), Turn("two")]
+    seqs = [fact.seq for fact in catalog.add_facts(ANA, turns, np.ones((2, 2), dtype=np.float32))]
+    reads = RememberedReads(catalog)
+    for _ in range(3):
+        first, second = reads.found_facts(ANA, seqs).facts.values()
+        assert (first.metadata, second.metadata) == ({"tags": ["a"]}, {})
+        first.metadata["tags"].append("b")
+        first.metadata["x"] = second.metadata["x"] = 1
+
+
+def test_a_catalog_that_is_written_all_the_time_is_asked_directly(
+    catalog: Catalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seqs = add(catalog, ANA, "one", "two")
+    reads, other = RememberedReads(catalog), Catalog(tmp_path)
+    original, num_reads = catalog.found_facts, 0
+
+    def found_facts(filter: Scope, seqs: list[int], model: str | None = None) -> object:
+        nonlocal num_reads
+        num_reads += 1
+        assert reads._lock.locked() == (num_reads <= 3), "others are not kept waiting by the last"
+        found = original(filter, seqs, model)
+        add(other, BEN, "meanwhile")
+        return found
+
+    monkeypatch.setattr(catalog, "found_facts", found_facts)
+    found = reads.found_facts(ANA, seqs, "m")
+    assert num_reads == 4
+    monkeypatch.setattr(catalog, "found_facts", original)
+    assert found == catalog.found_facts(ANA, seqs, "m")
+    other.delete(found.facts[seqs[0]].id)
+    assert list(reads.found_facts(ANA, seqs, "m").facts) == seqs[1:]
+    other.close()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import WordEmbedder
-from inferscale.errors import EngineMissing, InvalidConfig, InvalidInput
-from inferscale.retrieval import Embedder, SentenceEmbedder, VectorIndex
+from inferscale.errors import EngineError, EngineMissing, InvalidConfig, InvalidInput
+from inferscale.retrieval import DeviceChoice, Embedder, SentenceEmbedder, VectorIndex, devices
 from inferscale.retrieval import embedder as embedder_module
 from inferscale.retrieval import index as index_module
 from inferscale.retrieval.bert import BertEncoder, network_of, pooled
-from inferscale.retrieval.index import _FIRST_CAPACITY, _SPARE, torch_device
+from inferscale.retrieval.index import _FIRST_CAPACITY, _SPARE
 from inferscale.retrieval.lone_thread import alone
 from inferscale.retrieval.query_graphs import LENGTHS, QueryGraphs, embed_padded, fill, padded_length
 
@@ -135,6 +138,30 @@ def test_a_filter_follows_the_table(device: str) -> None:
     assert found(7) == set()
 
 
+def test_filters_are_remembered_up_to_so_many_bytes(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = VectorIndex(DIM, device)
+    vectors = random_vectors(40)
+    index.add(range(40), range(40), vectors)
+    size_bytes = index._filter(index._table, 40, frozenset([1])).size_bytes()  # type: ignore[arg-type]
+    assert size_bytes > 0
+    monkeypatch.setattr(index_module, "_FILTER_BYTES", 3 * size_bytes)
+    for code in (*range(10), 9, 8):
+        assert [hit.id for hit in index.search(vectors[0], 5, [code])] == [code]
+        kept = sum(filter.size_bytes() for filter in index._filters.values())
+        assert kept == index._filter_bytes <= 3 * size_bytes
+    assert list(index._filters) == [frozenset([code]) for code in (7, 8, 9)], "the oldest go first"
+    monkeypatch.setattr(index_module, "_FILTER_BYTES", size_bytes - 1)
+    assert [hit.id for hit in index.search(vectors[0], 5, [20])] == [20]
+    assert frozenset([20]) not in index._filters, "one that is too large is used, not kept"
+    index.remove([0])
+    assert (index._filters, index._filter_bytes) == ({}, 0)
+    monkeypatch.setattr(index_module, "_FILTER_BYTES", 2**20)
+    monkeypatch.setattr(index_module, "_NUM_FILTERS", 2)
+    for code in range(5):
+        index.search(vectors[0], 5, [100 + code])  # no rows: as a list it takes no bytes
+        assert len(index._filters) <= 2
+
+
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_adding_and_removing_in_any_order(data: st.DataObject) -> None:
@@ -202,7 +229,7 @@ def test_an_unknown_device_is_refused() -> None:
 
 def test_auto_is_a_gpu_where_there_is_one() -> None:
     wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    assert torch_device("auto", "embedder_device").type == wanted
+    assert DeviceChoice("auto").get().type == wanted
     index = VectorIndex(DIM, "auto")
     index.add([1], [1], random_vectors(1))
     assert index._table is not None
@@ -242,6 +269,27 @@ def test_small_work_is_done_by_one_thread() -> None:
         alone("test", lambda: 1 // 0)
     torch.set_num_threads(1)
     assert alone("test", work) == (1, threading.current_thread().name)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_has_a_thread_of_its_own() -> None:
+    torch.set_num_threads(2)
+    assert alone("test", lambda: 1) == 1
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(alone("test", lambda: 7))
+        finally:
+            os._exit(1)
+    deadline_s = time.monotonic() + 20
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    if done == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        pytest.fail("the forked process waits for a thread that it does not have")
+    assert os.waitstatus_to_exitcode(done[1]) == 7
+    assert alone("test", lambda: 2) == 2
 
 
 # --- embedders -----------------------------------------------------------------------------------
@@ -333,6 +381,51 @@ def test_a_single_text_takes_another_way_to_the_same_vector(tiny_model: Path) ->
         np.testing.assert_allclose(embedder.embed([text])[0], expected, atol=1e-5)
 
 
+def test_a_full_gpu_leaves_the_embedder_on_the_cpu(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu = torch.device("meta")  # stands for it
+    monkeypatch.setattr(devices, "_free_gpu", lambda: gpu)
+    load = SentenceEmbedder._load
+
+    def loading(self: SentenceEmbedder, device: torch.device) -> Any:
+        if device == gpu:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return load(self, device)
+
+    monkeypatch.setattr(SentenceEmbedder, "_load", loading)
+    choice = DeviceChoice("auto")
+    embedder = SentenceEmbedder(tiny_model, choice)
+    assert embedder.dim == 32
+    np.testing.assert_allclose(
+        embedder.embed(["cat"]), SentenceEmbedder(tiny_model).embed(["cat"]), atol=1e-6
+    )
+    assert choice.get().type == "cpu"
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    with pytest.raises(EngineError, match="embedder_device is 'meta', but the embedder failed"):
+        SentenceEmbedder(tiny_model, "meta").embed(["cat"])
+
+
+def test_an_embedder_whose_gpu_fills_up_is_loaded_anew(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On `meta` a model can be loaded, and the first text fails."""
+    monkeypatch.setattr(devices, "_free_gpu", lambda: torch.device("meta"))
+    embed = embedder_module._embed
+
+    def embedding(model: Any, texts: Any) -> Any:
+        if model.device.type == "meta":
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return embed(model, texts)
+
+    monkeypatch.setattr(embedder_module, "_embed", embedding)
+    embedder = SentenceEmbedder(tiny_model, "auto")
+    assert embedder.dim == 32
+    np.testing.assert_allclose(
+        embedder.embed(TEXTS[:3]), SentenceEmbedder(tiny_model).embed(TEXTS[:3]), atol=1e-6
+    )
+
+
 def load_network(folder: Path) -> Any:
     from transformers import AutoModel
 
@@ -378,7 +471,8 @@ def test_graphs_give_the_vectors_of_the_eager_pass(tiny_model: Path) -> None:
     texts = [*TEXTS, LONG, "cat", ""]
     together = on_gpu.embed(texts)  # a batch is eager
     np.testing.assert_allclose(together, on_cpu.embed(texts), atol=1e-4)
-    graphs = on_gpu._load().graphs
+    assert on_gpu._model is not None
+    graphs = on_gpu._model.graphs
     assert isinstance(graphs, QueryGraphs)
     for _ in range(2):  # what one text leaves in the buffers is not seen by the next
         for text, expected in zip(texts, together, strict=True):
@@ -387,6 +481,28 @@ def test_graphs_give_the_vectors_of_the_eager_pass(tiny_model: Path) -> None:
         found = list(pool.map(lambda text: on_gpu.embed([text])[0], texts * 3))
     np.testing.assert_allclose(np.stack(found), np.tile(together, (3, 1)), atol=1e-5)
     assert graphs.embed(list(range(5, 15)) * 30) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_no_tf32_on_a_gpu_whatever_the_process_allows(tiny_model: Path) -> None:
+    """Vectors and scores are those of a CPU to far less than the 1e-3 that TF32 costs."""
+    vectors = random_vectors(5000, 384)
+    torch.set_float32_matmul_precision("high")
+    try:
+        on_gpu = SentenceEmbedder(tiny_model, "cuda")
+        alone_on_gpu, together_on_gpu = on_gpu.embed([LONG]), on_gpu.embed([LONG, *TEXTS])
+        index = VectorIndex(384, "cuda")
+        index.add(range(5000), [0] * 5000, vectors)
+        found = index.search(vectors[0], 50)
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    together = SentenceEmbedder(tiny_model).embed([LONG, *TEXTS])
+    np.testing.assert_allclose(alone_on_gpu[0], together[0], atol=1e-5)
+    np.testing.assert_allclose(together_on_gpu, together, atol=1e-5)
+    cosine = vectors @ vectors[0] / np.linalg.norm(vectors, axis=1) / np.linalg.norm(vectors[0])
+    np.testing.assert_allclose([hit.score for hit in found], np.sort(cosine)[::-1][:50], atol=2e-6)
 
 
 def test_only_the_first_256_tokens_decide(sentence_embedder: SentenceEmbedder) -> None:

@@ -141,8 +141,9 @@ class MemoryConfig:
     and less is found (`retrieval.static`). Vectors of different embedders do not go together, so a
     folder keeps the embedder that it began with."""
     embedder_device: str = "auto"
-    """Torch device of the embedder and of the search index, such as `cpu` or `cuda:0`; `auto` is a GPU
-    where there is one. On a GPU both need memory beside the engine's."""
+    """Torch device of the embedder and of the search index, such as `cpu` or `cuda:0`. On a GPU both need
+    memory beside the engine's: `auto` is a GPU where there is one with 1 GiB free, and changes to the CPU
+    where it fails all the same; a device that is named is used or refused."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.embedder_device, str) or not self.embedder_device:

@@ -21,7 +21,7 @@ from inferscale.turns import Content, read_query, read_scope, read_turns
 
 if TYPE_CHECKING:
     from inferscale.catalog.database import ChangeToken
-    from inferscale.retrieval import Embedder, VectorIndex
+    from inferscale.retrieval import DeviceChoice, Embedder, VectorIndex
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ class Memory:
         self.check_text = check_text
         self._lock = threading.RLock()
         self._embedder_is_recorded = False
+        self._device: DeviceChoice | None = None
         self._index: VectorIndex | None = None
         self._index_mark = VectorMark()
         self._index_token: ChangeToken | None = None
@@ -220,11 +221,20 @@ class Memory:
             if self._embedder is None:
                 from inferscale.retrieval import open_embedder
 
-                self._embedder = open_embedder(self.config.embedder, self.config.embedder_device, _log.info)
+                self._embedder = open_embedder(self.config.embedder, self._chosen_device(), _log.info)
             if not self._embedder_is_recorded:
                 self.catalog.record_embedder(self._embedder.name, self._embedder.dim)
                 self._embedder_is_recorded = True
             return self._embedder
+
+    def _chosen_device(self) -> DeviceChoice:
+        """One for embedder and index: where the one has to leave a GPU, so does the other."""
+        with self._lock:
+            if self._device is None:
+                from inferscale.retrieval import DeviceChoice
+
+                self._device = DeviceChoice(self.config.embedder_device)
+            return self._device
 
     def _synced_index(self) -> VectorIndex:
         """The index with everything that this and other processes have stored and removed so far.
@@ -235,7 +245,7 @@ class Memory:
             if self._index is None:
                 from inferscale.retrieval import VectorIndex
 
-                self._index = VectorIndex(self._ready_embedder().dim, self.config.embedder_device)
+                self._index = VectorIndex(self._ready_embedder().dim, self._chosen_device())
                 self._index_mark, self._index_token = VectorMark(), None
             # Taken before reading: what is written in between is then read again, not missed.
             token = self.catalog.change_token()

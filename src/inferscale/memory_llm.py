@@ -57,8 +57,9 @@ class MemoryLLM:
     """`vllm.LLM` with memory. Calls may come from several threads; the engine serves them in turn.
 
     model: a folder or hub name. memory: a folder's settings, or a `Memory` that is already open (it
-    is then not closed here). encoding: window policy. pool_size_bytes: of the KV pool, see
-    `ConnectorConfig`; connector: all settings of the connector instead. repair_after_chat: once an
+    is then not closed here). encoding: window policy. pool_size_bytes: of the KV pool, such as '2GB'; left
+    out, a quarter of what the model leaves on a GPU and 1 GiB elsewhere (`ConnectorConfig`).
+    connector: all settings of the connector instead. repair_after_chat: once an
     answer is there, encode the facts that had to be prefilled for it, before `chat` returns; the next
     one injects them.
     engine_args: further arguments of `vllm.LLM`, such as `max_model_len` or `dtype`.

@@ -27,7 +27,6 @@ Knows neither KV nor windows nor storage. A builder may be used by several threa
 from __future__ import annotations
 
 import datetime
-import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -37,7 +36,8 @@ from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
 
-from inferscale.errors import EmptyText, EngineError, InvalidInput
+from inferscale.chat_messages import developer_to_system, prepend, read_messages, text_of
+from inferscale.errors import EngineError, InvalidInput
 from inferscale.facts import Fact
 from inferscale.tokenization import SegmentTokenizer
 
@@ -50,7 +50,6 @@ DEFAULT_SYSTEM = "You are a helpful assistant."
 
 _ANCHOR_DATE = datetime.datetime(2025, 1, 1)
 _LINE_BREAK = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
-_TEXT_PARTS = ("text", "input_text", "output_text")
 _SHORT_CHARS = 2048
 """Template text up to this length is kept with its ids: heads, and what stands around a question."""
 
@@ -143,14 +142,6 @@ class PromptBuilder:
         """Token ids up to the place of the facts for this system text, or the default one."""
         return self._heads(system)
 
-    def head_of(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """`Prompt.head_ids` of a prompt with facts for these messages, without building it."""
-        read = _read_messages(messages)
-        if "developer" not in self._template:
-            read = _developer_to_system(read)
-        system = [_text(message) for message in read if message["role"] == "system"]
-        return self.head_ids("\n\n".join(text for text in system if text.strip()) or self.default_system)
-
     def fact_ids(self, fact: Fact) -> tuple[int, ...]:
         """Token ids of a fact's line, without control tokens; the same in every prompt."""
         return self._line_ids(fact.text, fact.speaker, fact.said_at)
@@ -162,10 +153,10 @@ class PromptBuilder:
         self, messages: Sequence[Mapping[str, Any]], *, template_kwargs: Mapping[str, Any] | None = None
     ) -> Draft:
         """The prompt for `messages` before its facts are chosen; see `build`, which raises the same."""
-        read = _read_messages(messages)
-        question = _text(read[-1])
+        read = read_messages(messages)
+        question = text_of(read[-1])
         if "developer" not in self._template:
-            read = _developer_to_system(read)
+            read = developer_to_system(read)
         return Draft(self, read, question, dict(template_kwargs or {}))
 
     def build(
@@ -220,16 +211,16 @@ class PromptBuilder:
         self, messages: list[dict[str, Any]], facts_mark: str | None, tail_mark: str
     ) -> list[dict[str, Any]]:
         """`messages` with one system text, the heading, and the marks for facts and tail."""
-        system = [_text(message) for message in messages if message["role"] == "system"]
+        system = [text_of(message) for message in messages if message["role"] == "system"]
         opening = "\n\n".join(text for text in system if text.strip()) or self.default_system
         if facts_mark is not None:
             opening += f"\n\n{self.heading}\n{facts_mark}"
         rest = [dict(message) for message in messages if message["role"] != "system"]
-        _prepend(rest[-1], tail_mark)
+        prepend(rest[-1], tail_mark)
         if self.has_system_role:
             return [{"role": "system", "content": [opening]}, *rest]
         first = next(message for message in rest if message["role"] == "user")
-        _prepend(first, opening + ("\n\n" if facts_mark is None else "\n"))
+        prepend(first, opening + ("\n\n" if facts_mark is None else "\n"))
         return rest
 
     def _shows_system_first(self) -> bool:
@@ -254,10 +245,10 @@ class PromptBuilder:
     def _wire(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Messages as the template takes them; tool results are always text, as in vLLM."""
         if self._content_format == "string":
-            return [{**message, "content": _text(message)} for message in messages]
+            return [{**message, "content": text_of(message)} for message in messages]
         as_parts = [[{"type": "text", "text": part} for part in m["content"]] for m in messages]
         return [
-            {**message, "content": _text(message) if message["role"] == "tool" else parts}
+            {**message, "content": text_of(message) if message["role"] == "tool" else parts}
             for message, parts in zip(messages, as_parts, strict=True)
         ]
 
@@ -288,7 +279,7 @@ class Draft:
 
     @property
     def num_tokens(self) -> int:
-        """About so many tokens has a prompt with facts in front and in the tail, the facts not counted."""
+        """About how many tokens a prompt with facts in front and in the tail has, the facts not counted."""
         rendered = self._with_front()
         return (
             len(rendered.head)
@@ -360,84 +351,3 @@ class _Rendered(NamedTuple):
     history: tuple[int, ...]
     question: tuple[int, ...]
     after: str
-
-
-def _read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Checked copies in the form vLLM hands to a template, but content as a list of texts."""
-    if isinstance(messages, (str, Mapping)) or not messages:
-        raise InvalidInput("there are no messages; give a list with at least one message from the user.")
-    read = [_read_message(message) for message in messages]
-    if read[-1]["role"] != "user":
-        raise InvalidInput(f"the last message is from {read[-1]['role']!r}; it must be from the user.")
-    if not _text(read[-1]).replace("\0", "").strip():
-        raise EmptyText("the question (the last user message) is blank.")
-    return read
-
-
-def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise InvalidInput(f"a message is {message!r:.100}; it must be an object with 'role' and 'content'.")
-    read: dict[str, Any] = {"role": message["role"], "content": _parts(message.get("content"))}
-    if isinstance(message.get("name"), str):
-        read["name"] = message["name"]
-    if message["role"] == "assistant":
-        if message.get("tool_calls"):
-            read["tool_calls"] = [_read_tool_call(call) for call in message["tool_calls"]]
-        if message.get("reasoning") is not None:
-            read["reasoning"] = read["reasoning_content"] = message["reasoning"]
-    if message["role"] == "tool" and "tool_call_id" in message:
-        read["tool_call_id"] = message["tool_call_id"]
-    return read
-
-
-def _parts(content: object) -> list[str]:
-    if content is None or isinstance(content, str):
-        content = [content or ""]
-    if not isinstance(content, Sequence):
-        raise InvalidInput(
-            f"a message's content is a {type(content).__name__}; allowed are text and text parts."
-        )
-    texts = []
-    for part in content:
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS else part
-        if not isinstance(text, str):
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            raise InvalidInput(
-                f"a message has a content part of type {kind!r}; memory takes text parts only."
-            )
-        texts.append(text)
-    return [text for text in texts if text]
-
-
-def _read_tool_call(call: Any) -> dict[str, Any]:
-    """A copy with the arguments as an object, {} where they are none; as in vLLM."""
-    if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        raise InvalidInput("an entry of tool_calls is no function call; it must have an object 'function'.")
-    arguments = call["function"].get("arguments")
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError:
-            arguments = None
-    function = {**call["function"], "arguments": arguments if isinstance(arguments, Mapping) else {}}
-    return {**call, "function": function}
-
-
-def _developer_to_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What vLLM does for templates that do not know the developer role: merged system messages."""
-    if all(message["role"] != "developer" for message in messages):
-        return messages
-    texts = (_text(m) for m in messages if m["role"] in ("system", "developer"))
-    merged = "\n\n".join(text for text in texts if text)
-    rest = [m for m in messages if m["role"] not in ("system", "developer")]
-    return [{"role": "system", "content": [merged]}, *rest]
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    return "\n".join(message["content"])
-
-
-def _prepend(message: dict[str, Any], text: str) -> None:
-    """Put `text` in front of a message's content; the parts of the original are left alone."""
-    first, *others = message["content"] or [""]
-    message["content"] = [text + first, *others]

@@ -165,13 +165,6 @@ class Catalog:
         }
         return [found[fact_id] for fact_id in ids if fact_id in found]
 
-    def facts_by_seqs(self, seqs: Iterable[int]) -> dict[int, Fact]:
-        """Sequence number → fact; facts that do not exist (any more) are left out."""
-        wanted = json.dumps(list(seqs))
-        return {
-            fact.seq: fact for fact in self._facts("WHERE f.seq IN (SELECT value FROM json_each(?))", wanted)
-        }
-
     def found_facts(self, filter: Scope, seqs: Iterable[int], model: str | None = None) -> FoundFacts:
         """Facts by sequence number, their keys for `model` (None: no keys) and the epoch of `filter`.
 

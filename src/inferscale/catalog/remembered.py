@@ -2,13 +2,16 @@
 
 A conversation asks for many of the same facts again. Everything remembered belongs to one change token: it
 is forgotten as a whole once the token differs, and what is read is kept only if the token is still the
-same afterwards, so that an answer is always of one state of the catalog.
+same afterwards, so that an answer is always of one state of the catalog. Callers get facts of their own:
+what they write into one is not remembered.
 """
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 from inferscale.catalog.catalog import Catalog, FoundFacts
@@ -17,6 +20,8 @@ from inferscale.facts import Fact, Scope
 
 MAX_FACTS = 100_000
 """All is forgotten when more facts than that are remembered."""
+_MAX_TRIES = 3
+"""Where somebody writes during so many reads in a row, the catalog is asked directly: in one transaction."""
 
 _A = TypeVar("_A")
 
@@ -43,7 +48,7 @@ class RememberedReads:
                 self._known.add(filter)
             return filter in self._known
 
-        return self._of_one_state(read)
+        return self._of_one_state(read, lambda: self._catalog.has_facts(filter))
 
     def scope_codes(self, filter: Scope) -> list[int]:
         def read() -> list[int]:
@@ -51,7 +56,7 @@ class RememberedReads:
                 self._codes[filter] = self._catalog.scope_codes(filter)
             return self._codes[filter]
 
-        return self._of_one_state(read)
+        return self._of_one_state(read, lambda: self._catalog.scope_codes(filter))
 
     def found_facts(self, filter: Scope, seqs: Iterable[int], model: str | None = None) -> FoundFacts:
         wanted = list(seqs)
@@ -73,7 +78,8 @@ class RememberedReads:
                         keys[fact.id] = key
             return FoundFacts(facts, keys, self._epochs[filter])
 
-        return self._of_one_state(read)
+        found = self._of_one_state(read, lambda: self._catalog.found_facts(filter, wanted, model))
+        return found._replace(facts={seq: _own(fact) for seq, fact in found.facts.items()})
 
     def _learn(self, found: FoundFacts, filter: Scope, model: str | None) -> None:
         self._facts.update(found.facts)
@@ -82,9 +88,10 @@ class RememberedReads:
             for seq, fact in found.facts.items():
                 self._keys[model, seq] = found.keys.get(fact.id)
 
-    def _of_one_state(self, read: Callable[[], _A]) -> _A:
-        with self._lock:
-            while True:
+    def _of_one_state(self, read: Callable[[], _A], read_directly: Callable[[], _A]) -> _A:
+        """What `read` answers if nobody writes meanwhile, else what `read_directly` does at once."""
+        for _ in range(_MAX_TRIES):
+            with self._lock:
                 token = self._catalog.change_token()
                 if token != self._token:
                     self._clear()
@@ -92,3 +99,10 @@ class RememberedReads:
                 answer = read()
                 if self._catalog.change_token() == token:
                     return answer
+                self._token = None
+        return read_directly()
+
+
+def _own(fact: Fact) -> Fact:
+    """A copy that shares nothing that can be changed."""
+    return replace(fact, metadata=copy.deepcopy(fact.metadata) if fact.metadata else {})

@@ -83,7 +83,7 @@ def chat(
         raise InvalidInput(f"--warm was given with --mode {mode}; only --mode inject uses encoded facts.")
     question = None if message is None else read_query(read_text(message, "message"))
     is_talk = question is None
-    memory = memory_config(data_dir, embedder)
+    memory = memory_config(data_dir, embedder, has_engine=True)
     with open_llm(
         model, memory, pool_size, max_model_len=max_model_len, verbose=verbose, repair=is_talk
     ) as llm:

@@ -79,8 +79,11 @@ def json_option(command: F) -> F:
     return click.option("--json", "as_json", is_flag=True, help="Print JSON, one document a line.")(command)
 
 
-def memory_config(data_dir: Path | None, embedder: str | None) -> MemoryConfig:
-    return MemoryConfig(data_dir or default_data_dir(), embedder)
+def memory_config(data_dir: Path | None, embedder: str | None, *, has_engine: bool = False) -> MemoryConfig:
+    """has_engine: whether the command starts one. Without, a GPU is not worth the start of CUDA, and
+    another process's engine may fill it."""
+    folder = data_dir or default_data_dir()
+    return MemoryConfig(folder, embedder) if has_engine else MemoryConfig(folder, embedder, "cpu")
 
 
 def read_text(argument: str | None, what: str) -> str:

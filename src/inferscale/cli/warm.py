@@ -38,7 +38,7 @@ def warm(
     scope = Scope(user_id, agent_id, run_id)
     if not scope.is_empty():
         read_scope(user_id, agent_id, run_id)
-    memory = memory_config(data_dir, embedder)
+    memory = memory_config(data_dir, embedder, has_engine=True)
     with open_llm(model, memory, pool_size, max_model_len=max_model_len, verbose=verbose) as llm:
         say_budget(llm)
         result = llm.warm(user_id=user_id, agent_id=agent_id, run_id=run_id, progress=show_progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from inferscale.retrieval.devices import DeviceChoice
 from inferscale.retrieval.embedder import Embedder, SentenceEmbedder
 from inferscale.retrieval.index import IndexHit, VectorIndex
 from inferscale.retrieval.static import StaticEmbedder
@@ -14,7 +15,9 @@ STATIC = "static"
 
 
 def open_embedder(
-    source: str | Path | None, device: str = "cpu", progress: Callable[[str], object] = print
+    source: str | Path | None,
+    device: str | DeviceChoice = "cpu",
+    progress: Callable[[str], object] = print,
 ) -> Embedder:
     """The embedder that `source` names, see `MemoryConfig.embedder`; its parts are loaded on first use.
 
@@ -30,6 +33,7 @@ def open_embedder(
 
 __all__ = [
     "STATIC",
+    "DeviceChoice",
     "Embedder",
     "IndexHit",
     "SentenceEmbedder",

@@ -18,8 +18,9 @@ from tokenizers import Tokenizer
 
 from inferscale.errors import EngineMissing
 from inferscale.retrieval.bert import BertEncoder, Network, network_of, pooled
-from inferscale.retrieval.index import torch_device
+from inferscale.retrieval.devices import DeviceChoice, as_choice
 from inferscale.retrieval.lone_thread import alone
+from inferscale.retrieval.precision import exact_products
 from inferscale.retrieval.query_graphs import QueryGraphs
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ MAX_BATCH_TOKENS = 8192
 
 _SHORT_TOKENS = 64
 """Up to this length a single text is embedded by one thread."""
+_WHAT = "the embedder"
 
 
 @runtime_checkable
@@ -64,19 +66,21 @@ class SentenceEmbedder:
     """A BERT-like encoder with mean pooling, in float32.
 
     path_or_name: a local folder, or a name on the Hugging Face hub. device: a torch device, or
-    `auto` for a GPU where there is one. name: recorded with the vectors; by default the last part of
-    `path_or_name`, so that a local copy and the hub's `sentence-transformers/all-MiniLM-L6-v2` are the
-    same embedder.
+    `auto` for a GPU where there is one with room; where that GPU fails, the model is loaded anew on the
+    CPU. name: recorded with the vectors; by default the last part of `path_or_name`, so that a local copy
+    and the hub's `sentence-transformers/all-MiniLM-L6-v2` are the same embedder.
 
     The vector of a text does not depend on the other texts of a call (to 1e-5). Of a text with
     more than 256 tokens the first 256 decide. A single text, which is what a search embeds, takes a
     shorter way: unpadded on a CPU, as a CUDA graph on a GPU. Raises EngineMissing where no model can
-    be loaded.
+    be loaded, EngineError where a device that was named fails.
     """
 
-    def __init__(self, path_or_name: str | Path, device: str = "cpu", name: str | None = None) -> None:
+    def __init__(
+        self, path_or_name: str | Path, device: str | DeviceChoice = "cpu", name: str | None = None
+    ) -> None:
         self._source = str(path_or_name)
-        self._device = device
+        self._choice = as_choice(device)
         self._name = name or Path(self._source).name
         self._model: _Model | None = None
         # Also held while embedding: a fast tokenizer cannot be borrowed by two threads.
@@ -89,28 +93,23 @@ class SentenceEmbedder:
     @property
     def dim(self) -> int:
         with self._lock:
-            return self._load().dim
+            return self._choice.run(_WHAT, self._loaded).dim
 
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
         with self._lock:
-            model = self._load()
-            token_ids = model.encode(texts) if texts else []
-            if len(token_ids) == 1 and model.graphs is not None:
-                vector = model.graphs.embed(token_ids[0])
-                if vector is not None:
-                    return vector.reshape(1, -1)
-            is_short = len(token_ids) == 1 and len(token_ids[0]) <= _SHORT_TOKENS
-            if is_short and model.device.type == "cpu":
-                return alone("embed", lambda: _embed_batches(model, token_ids))
-            return _embed_batches(model, token_ids)
+            return self._choice.run(_WHAT, lambda device: _embed(self._loaded(device), texts))
 
-    def _load(self) -> _Model:
-        if self._model is not None:
-            return self._model
+    def _loaded(self, device: torch.device) -> _Model:
+        """The model on this device, which is another than before only after that one failed."""
+        if self._model is None or self._model.device != device:
+            self._model = None
+            self._model = self._load(device)
+        return self._model
+
+    def _load(self, device: torch.device) -> _Model:
         import torch
         from transformers import AutoModel, AutoTokenizer
 
-        device = torch_device(self._device, "embedder_device")
         is_local = Path(self._source).is_dir()
         try:
             with no_progress_bar():
@@ -132,8 +131,7 @@ class SentenceEmbedder:
             has_graphs = device.type == "cuda" and isinstance(network, BertEncoder)
             graphs = QueryGraphs(network, device, dim, max_tokens) if has_graphs else None
         encode = _encoding(tokenizer, max_tokens)
-        self._model = _Model(encode, network, dim, tokenizer.pad_token_id or 0, device, graphs)
-        return self._model
+        return _Model(encode, network, dim, tokenizer.pad_token_id or 0, device, graphs)
 
 
 def _encoding(tokenizer: Any, max_tokens: int) -> Callable[[Sequence[str]], list[list[int]]]:
@@ -153,6 +151,18 @@ def _encoding(tokenizer: Any, max_tokens: int) -> Callable[[Sequence[str]], list
     return encode
 
 
+def _embed(model: _Model, texts: Sequence[str]) -> NDArray[np.float32]:
+    token_ids = model.encode(texts) if texts else []
+    if len(token_ids) == 1 and model.graphs is not None:
+        vector = model.graphs.embed(token_ids[0])
+        if vector is not None:
+            return vector.reshape(1, -1)
+    is_short = len(token_ids) == 1 and len(token_ids[0]) <= _SHORT_TOKENS
+    if is_short and model.device.type == "cpu":
+        return alone("embed", lambda: _embed_batches(model, token_ids))
+    return _embed_batches(model, token_ids)
+
+
 def _embed_batches(model: _Model, token_ids: Sequence[list[int]]) -> NDArray[np.float32]:
     """float32 [n, dim] of the texts with these ids, padded only where their lengths differ."""
     import torch
@@ -168,7 +178,9 @@ def _embed_batches(model: _Model, token_ids: Sequence[list[int]]) -> NDArray[np.
             is_padded = bool(lengths[0] < longest)
             mask = torch.from_numpy(np.arange(longest) < lengths[:, None]) if is_padded else None
             mask = None if mask is None else mask.to(model.device)
-            states = model.network(torch.from_numpy(padded).to(model.device), mask)
+            ids = torch.from_numpy(padded).to(model.device)
+            with exact_products(model.device):
+                states = model.network(ids, mask)
             vectors[rows] = pooled(states, mask).cpu().numpy()
     return vectors
 

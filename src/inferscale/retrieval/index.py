@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from inferscale.errors import InvalidConfig, InvalidInput
+from inferscale.errors import InvalidInput
+from inferscale.retrieval.devices import DeviceChoice, as_choice
 from inferscale.retrieval.lone_thread import alone
+from inferscale.retrieval.precision import exact_products
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +40,9 @@ _LISTED_ON = ("cpu",)
 """Devices on which a filter is a list of rows: to make one, the rows are counted, and waited for."""
 _NUM_FILTERS = 256
 """Filters whose rows are remembered until a row is added or removed."""
+_FILTER_BYTES = 32 * 2**20
+"""Upper bound of what they take together on the device: the oldest is forgotten first."""
+_WHAT = "the search index"
 
 
 class IndexHit(NamedTuple):
@@ -47,39 +52,23 @@ class IndexHit(NamedTuple):
     score: float
 
 
-def torch_device(name: str, setting: str) -> torch.device:
-    """The torch device `name`, `auto` being a GPU where there is one and else the CPU.
-
-    Raises InvalidConfig, naming `setting`, where this machine has none such.
-    """
-    import torch
-
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:
-        raise InvalidConfig(
-            f"{setting} is {name!r}, which torch cannot use here ({str(error).splitlines()[0]}). "
-            "Allowed are 'cpu', 'auto' and the accelerators of this machine, such as 'cuda' or 'cuda:0'."
-        ) from error
-
-
 class VectorIndex:
     """float32 vectors [n, dim] with ids (larger is newer) and scope codes. Safe from several threads.
 
-    device: a torch device or `auto`. Rows are dense: removal moves the last rows into the gaps and
-    zeroes what they leave.
+    device: a torch device, `auto`, or what was chosen for the embedder. With `auto` the rows move to the
+    CPU where a GPU fails, such as for want of memory. Rows are dense: removal moves the last rows into the
+    gaps and zeroes what they leave.
     """
 
-    def __init__(self, dim: int, device: str = "cpu") -> None:
+    def __init__(self, dim: int, device: str | DeviceChoice = "cpu") -> None:
         self.dim = dim
-        self._device_name = device
+        self._choice = as_choice(device)
         self._lock = threading.RLock()
         self._rows: dict[int, int] = {}
         self._table: _Table | None = None
         self._max_code = 0
         self._filters: dict[frozenset[int], _Filter] = {}
+        self._filter_bytes = 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -99,36 +88,54 @@ class VectorIndex:
         unit = self._unit(vectors, len(ids))
         with self._lock:
             self.remove(ids)
-            first, end = len(self._rows), len(self._rows) + len(ids)
-            self._max_code = max(self._max_code, *scope_codes) if scope_codes else self._max_code
-            table = self._table = _grown(self._table, end, self.dim, self._device_name)
-            self._filters.clear()
-            with table.queue():
-                table.vectors[first:end] = table.tensor(unit)
-                table.ids[first:end] = table.tensor(np.asarray(ids, dtype=np.int64))
-                table.codes[first:end] = table.tensor(np.asarray(scope_codes, dtype=np.int64))
-            self._rows.update(zip(ids, range(first, end), strict=True))
+            self._choice.run(_WHAT, lambda device: self._add(device, ids, scope_codes, unit))
+
+    def _add(
+        self,
+        device: torch.device,
+        ids: Sequence[int],
+        scope_codes: Sequence[int],
+        unit: NDArray[np.float32],
+    ) -> None:
+        """Add new ids. After an error nothing counts as added."""
+        first, end = len(self._rows), len(self._rows) + len(ids)
+        self._max_code = max(self._max_code, *scope_codes) if scope_codes else self._max_code
+        self._forget_filters()
+        table = self._table = _grown(self._table_on(device), end, self.dim, device)
+        with table.queue():
+            table.vectors[first:end] = table.tensor(unit)
+            table.ids[first:end] = table.tensor(np.asarray(ids, dtype=np.int64))
+            table.codes[first:end] = table.tensor(np.asarray(scope_codes, dtype=np.int64))
+        self._rows.update(zip(ids, range(first, end), strict=True))
 
     def remove(self, ids: Iterable[int]) -> int:
         """Remove rows and return how many there were; unknown ids are passed over."""
         with self._lock:
-            gone = sorted({self._rows.pop(id) for id in set(ids) if id in self._rows})
-            if not gone or self._table is None:
-                return 0
-            self._filters.clear()
-            table, end = self._table, len(self._rows) + len(gone)
-            kept = len(self._rows)
-            holes = [row for row in gone if row < kept]
-            movers = sorted(set(range(kept, end)) - set(gone))
-            with table.queue():
-                if holes:
-                    moved_ids = table.ids[movers].tolist()
-                    for tensor in table.tensors():
-                        tensor[holes] = tensor[movers]
-                    self._rows.update(zip(moved_ids, holes, strict=True))
+            known = {id for id in ids if id in self._rows}
+            if known:
+                self._choice.run(_WHAT, lambda device: self._remove(device, known))
+            return len(known)
+
+    def _remove(self, device: torch.device, ids: set[int]) -> None:
+        """Remove known ids. After an error, which comes before rows are zeroed, it can be done again."""
+        table = self._table_on(device)
+        assert table is not None
+        self._forget_filters()
+        gone = sorted(self._rows[id] for id in ids)
+        end, kept = len(self._rows), len(self._rows) - len(gone)
+        holes = [row for row in gone if row < kept]
+        movers = sorted(set(range(kept, end)) - set(gone))
+        moved_ids: list[int] = []
+        with table.queue():
+            if holes:
+                moved_ids = table.ids[movers].tolist()
                 for tensor in table.tensors():
-                    tensor[kept:end] = 0
-            return len(gone)
+                    tensor[holes] = tensor[movers]
+            for tensor in table.tensors():
+                tensor[kept:end] = 0
+        for id in ids:
+            del self._rows[id]
+        self._rows.update(zip(moved_ids, holes, strict=True))
 
     def search(
         self, query: NDArray[np.float32], k: int, scope_codes: Collection[int] | None = None
@@ -139,25 +146,51 @@ class VectorIndex:
         reported as the highest of them.
         """
         unit = self._unit(query.reshape(1, -1), 1)[0]
+        codes = None if scope_codes is None else frozenset(scope_codes)
         with self._lock:
-            table, count = self._table, len(self._rows)
-            if table is None or k <= 0 or count == 0:
+            if k <= 0 or not self._rows:
                 return []
-            within = None if scope_codes is None else self._filter(table, count, scope_codes)
-            if within is not None and within.is_empty():
-                return []
-            found = _searched(table, count, within, unit, k)
-        return _ranked(found, k)
+            found = self._choice.run(_WHAT, lambda device: self._search(device, unit, k, codes))
+        return [] if found is None else _ranked(found, k)
 
-    def _filter(self, table: _Table, count: int, scope_codes: Collection[int]) -> _Filter:
-        """The rows of these scopes; remembered until rows change."""
-        codes = frozenset(scope_codes)
+    def _search(
+        self, device: torch.device, unit: NDArray[np.float32], k: int, codes: frozenset[int] | None
+    ) -> _Found | None:
+        table, count = self._table_on(device), len(self._rows)
+        assert table is not None
+        within = None if codes is None else self._filter(table, count, codes)
+        if within is not None and within.is_empty():
+            return None
+        return _searched(table, count, within, unit, k)
+
+    def _filter(self, table: _Table, count: int, codes: frozenset[int]) -> _Filter:
+        """The rows of these scopes; remembered, within bounds, until rows change."""
         found = self._filters.get(codes)
-        if found is None:
-            if len(self._filters) >= _NUM_FILTERS:
-                self._filters.clear()
-            found = self._filters[codes] = _filter_of(table, count, codes, self._max_code)
+        if found is not None:
+            return found
+        found = _filter_of(table, count, codes, self._max_code)
+        size_bytes = found.size_bytes()
+        if size_bytes > _FILTER_BYTES:
+            return found
+        while self._filters and (
+            len(self._filters) >= _NUM_FILTERS or self._filter_bytes + size_bytes > _FILTER_BYTES
+        ):
+            oldest = next(iter(self._filters))
+            self._filter_bytes -= self._filters.pop(oldest).size_bytes()
+        self._filters[codes] = found
+        self._filter_bytes += size_bytes
         return found
+
+    def _forget_filters(self) -> None:
+        self._filters.clear()
+        self._filter_bytes = 0
+
+    def _table_on(self, device: torch.device) -> _Table | None:
+        """The table, moved to the device that is used now if it lies on another."""
+        if self._table is not None and self._table.ids.device != device:
+            self._forget_filters()
+            self._table = _moved(self._table, device)
+        return self._table
 
     def _unit(self, vectors: NDArray[np.float32], num_rows: int) -> NDArray[np.float32]:
         if vectors.shape != (num_rows, self.dim) or not np.isfinite(vectors).all():
@@ -204,7 +237,14 @@ class _Table:
         return on_host.to(self.ids.device, non_blocking=True)
 
 
-def _grown(table: _Table | None, num_rows: int, dim: int, device_name: str) -> _Table:
+def _moved(table: _Table, device: torch.device) -> _Table:
+    """A copy on another device, made when all that was queued is done."""
+    with table.queue():
+        vectors, ids, codes = (tensor.to(device) for tensor in table.tensors())
+    return _Table(vectors, ids, codes, _stream(device))
+
+
+def _grown(table: _Table | None, num_rows: int, dim: int, device: torch.device) -> _Table:
     """A table with room for `num_rows`: the same one, or one of at least twice the capacity."""
     import torch
 
@@ -212,7 +252,6 @@ def _grown(table: _Table | None, num_rows: int, dim: int, device_name: str) -> _
         return table
     old = 0 if table is None else table.ids.shape[0]
     capacity = max(_FIRST_CAPACITY, 2 * old, num_rows)
-    device = torch_device(device_name, "embedder_device") if table is None else table.ids.device
     stream = table.stream if table is not None else _stream(device)
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         grown = _Table(
@@ -238,6 +277,9 @@ class _Filter(NamedTuple):
 
     rows: torch.Tensor | None
     outside: torch.Tensor | None
+
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self if tensor is not None)
 
     def is_empty(self) -> bool:
         """Whether it is known to hold no row."""
@@ -269,7 +311,9 @@ def _searched(table: _Table, count: int, within: _Filter | None, unit: NDArray[n
 
     def search() -> _Found:
         with table.queue():
-            scores = _scores(table.vectors[:count], within, table.tensor(unit))
+            query = table.tensor(unit)
+            with exact_products(query.device):
+                scores = _scores(table.vectors[:count], within, query)
             return _best(scores, table.ids, within, k)
 
     num_scored = within.num_scored(count) if within is not None else count

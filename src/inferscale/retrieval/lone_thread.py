@@ -8,6 +8,7 @@ to a thread that is kept for it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -33,3 +34,7 @@ def _thread(purpose: str) -> ThreadPoolExecutor:
     thread.submit(torch.get_num_threads).result()
     torch.set_num_threads(num_threads)  # new threads begin with what was set last, here or there
     return thread
+
+
+# A forked process has none of these threads: what was handed to one would wait for ever.
+os.register_at_fork(after_in_child=_thread.cache_clear)

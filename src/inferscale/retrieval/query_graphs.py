@@ -3,7 +3,8 @@
 A short text keeps a GPU busy for a fraction of the time that launching its kernels takes. Each
 length of `LENGTHS` is captured once, all in one private memory pool; a text is padded to the next of
 them. What a graph computes does not depend on the padding: it masks by the number of tokens, which it
-reads from its input. Knows nothing of texts and tokenizers.
+reads from its input. Products are captured in full float32 (`precision`), whatever the process allows
+then or later. Knows nothing of texts and tokenizers.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferscale.retrieval.bert import Network, pooled
+from inferscale.retrieval.precision import exact_products
 
 if TYPE_CHECKING:
     import torch
@@ -75,9 +77,10 @@ class QueryGraphs:
         pool = torch.cuda.graph_pool_handle()
         self._stream.wait_stream(torch.cuda.current_stream(device))  # it loaded the weights
         # The longest first: the others then find their memory in the pool.
-        self._graphs = {
-            length: self._capture(network, device, length, pool) for length in reversed(self._lengths)
-        }
+        with exact_products(device):
+            self._graphs = {
+                length: self._capture(network, device, length, pool) for length in reversed(self._lengths)
+            }
         self._given = {
             length: torch.zeros(1 + length, dtype=torch.int64, pin_memory=True) for length in self._lengths
         }

@@ -197,7 +197,7 @@ class MemoryHost:
         return [len(self.llm.prompts.fact_ids(fact)) for fact in facts]
 
     def head(self, messages: Sequence[Any]) -> tuple[int, ...]:
-        return self.llm.prompts.head_of(messages)
+        return self.llm.prompts.draft(messages).head_ids
 
     def anchor(self) -> tuple[int, ...]:
         return self.llm.prompts.anchor_ids
