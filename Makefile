@@ -4,11 +4,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: help setup demo test lint format doctor clean
+.PHONY: help setup demo test gpu-test lint format doctor clean
 
 help:
 	@echo "make demo     ingest a conversation and answer questions with injected memory"
 	@echo "make test     formatter, linter, types, import rules, then all tests"
+	@echo "make gpu-test the tests that need a CUDA GPU"
 	@echo "make setup    virtual environment, engine, demo model and embedder"
 	@echo "make lint     formatter, linter, types and import rules only"
 	@echo "make format   rewrite the code in the project's format"
@@ -23,6 +24,9 @@ demo: setup
 
 test: lint
 	$(BIN)/python -m pytest
+
+gpu-test: setup
+	$(BIN)/python -m pytest -m gpu tests/kernels tests/gpu tests/test_retrieval.py
 
 lint: setup
 	$(BIN)/ruff check

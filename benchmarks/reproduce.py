@@ -5,7 +5,7 @@
     python benchmarks/reproduce.py --shapes llama-3.1-8b --parts ttft,throughput
     python benchmarks/reproduce.py --conversation locomo10.json --tokenizer FOLDER
 
-All GPU rows of docs/performance.md, without a network; the folders are those of a tokenizer (any: SmolLM2's was
+All GPU rows of docs/performance.md, without a network; the folders are those of any tokenizer (SmolLM2's was
 used) and of all-MiniLM-L6-v2:
 
     python benchmarks/reproduce.py --shapes llama-3.1-8b --injection-path fused --questions 40 \\

@@ -65,7 +65,7 @@ def known_library(engine: RealEngine, model: Path) -> Library:
 
 @pytest.fixture
 def library(request: pytest.FixtureRequest, known_library: Library) -> Library:
-    """A head and facts, all of them in the pool. What a test chooses of them is the same in every run."""
-    known_library.store_missing()
+    """A head and facts, all of the pool's content. What a test chooses of them is the same in every run."""
+    known_library.fill_pool()
     known_library.random.seed(zlib.crc32(request.node.name.encode()))
     return known_library

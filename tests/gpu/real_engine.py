@@ -28,9 +28,9 @@ ON_CPU = os.environ.get("INFERSCALE_GPU_TESTS_ON_CPU", "0") not in ("", "0")
 
 STEP_TOKENS = 256
 """Most tokens that a step computes: longer prompts are prefilled in chunks."""
-CACHE_TOKENS = 19_200
+CACHE_TOKENS = 14_400
 """The paged cache: holds all requests of the crowd at once, and not those of the preemption test."""
-MAX_LENGTH = 2048
+MAX_LENGTH = 4096
 
 LIKELY = 1e-4
 """Log-probabilities are compared of tokens that are at least so probable: those of the others are of no
@@ -195,6 +195,7 @@ class LookingWorker:
         side: Any = get_kv_transfer_group()
         side = side.worker
         attention = side.layers[0].layer.impl
+        overlap = side._layerwise
         return {
             "attention": type(attention).__name__,
             "flash_attention": getattr(attention, "vllm_flash_attn_version", None),
@@ -203,7 +204,7 @@ class LookingWorker:
             "graphs": self.vllm_config.compilation_config.cudagraph_mode.name,
             "is_async": self.vllm_config.scheduler_config.async_scheduling,
             "is_chunked": self.vllm_config.scheduler_config.enable_chunked_prefill,
-            "process": os.getpid(),
+            "may_overlap": overlap is not None and overlap._may_overlap and bool(overlap._trusted),
         }
 
 
@@ -254,14 +255,15 @@ class Library:
             for start, end in spans
         ]
 
-    def store_missing(self) -> None:
-        """With other segments gone, where it is not complete."""
+    def fill_pool(self) -> None:
+        """The pool holds the head and the facts then, and nothing else."""
         keys = [self.head.key, *(fact.key for fact in self.facts)]
-        if not all(self.engine.offline.residency.resident(keys)):
+        residency = self.engine.offline.residency
+        if not all(residency.resident(keys)) or residency.stats()["resident_segments"] > len(keys):
             assert self.engine.offline.llm.llm_engine.reset_prefix_cache(reset_connector=True)
             self.engine.serve([self.engine.capturing(ids, spans) for ids, spans in self._passes], 0)
         self.engine.stats()  # their last reports have arrived then
-        assert all(self.engine.offline.residency.resident(keys))
+        assert all(residency.resident(keys))
 
     def ids(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
