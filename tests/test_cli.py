@@ -233,3 +233,12 @@ def test_doctor_json_and_exit_status() -> None:
     report = json.loads(result.stdout)
     assert result.exit_code == (0 if report["ready"] else 1)
     assert {"name", "ok", "detail", "fix", "required"} <= set(report["findings"][0])
+
+
+def test_half_a_surrogate_pair_in_metadata_does_not_end_the_listing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from inferscale.cli.output import emit
+
+    emit({"metadata": {"k\ud800": "\udc00"}})
+    assert json.loads(capsys.readouterr().out) == {"metadata": {"k?": "?"}}

@@ -142,3 +142,10 @@ def test_the_data_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("INFERSCALE_HOME", "/y")
     assert default_data_dir() == Path("/y")
     assert MemoryConfig().data_dir == Path("/y")
+
+
+def test_a_size_that_no_machine_has_is_refused() -> None:
+    for size in ("9" * 400, "2000000000 GiB"):
+        with pytest.raises(InvalidConfig, match="up to 1 EiB"):
+            parse_size(size, "pool_size_bytes")
+    assert parse_size("9007199254740993", "pool_size_bytes") == 2**53 + 1, "exactly"

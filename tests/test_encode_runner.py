@@ -234,3 +234,37 @@ def test_repetitions_keep_what_is_new_in_part() -> None:
 
     jobs = [job("anchor", "a"), job("anchor", "a"), job("anchor", "a", "b"), job("anchor", "b")]
     assert encode_runner._without_repetitions(jobs) == [jobs[0], jobs[2]]
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in another process"])
+def test_passes_that_a_deletion_has_overtaken_do_not_run(
+    catalog: Catalog,
+    runner: EncodeRunner,
+    engine: FakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    elsewhere: bool,
+) -> None:
+    """They were planned with the text of the deleted fact, and would bring its KV back into the pool."""
+    monkeypatch.setattr(encode_runner, "_PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr(encode_runner, "_MAX_JOBS_IN_FLIGHT", 1)
+    facts = said(catalog, ANA, 30)
+    deleter = Catalog(catalog.path.parent) if elsewhere else catalog
+    deleted: list[tuple[str, ...]] = []
+
+    def progress(state: EncodeProgress) -> None:
+        if not deleted:
+            deleted.append(deleter.delete(facts[20].id).keys)
+
+    state = runner.encode_new(ANA, progress)
+    assert deleted[0], "its passes were planned"
+    assert not engine.pool & set(deleted[0])
+    assert state.done_jobs == state.jobs
+    assert state.num_failed > 0
+    again = runner.warm(ANA)
+    assert again.num_failed == 0
+    keys = runner.encoder.keys(fact.id for fact in facts)
+    assert len(keys) == 29
+    assert set(keys.values()) <= engine.pool
+    if elsewhere:
+        deleter.close()

@@ -263,8 +263,14 @@ def test_a_plan_has_the_scope_and_epoch_of_its_facts(catalog: Catalog, prompts: 
     plan = one.plan_of(job)
     assert (plan.model, plan.scope, plan.epoch) == ("m", scope_digest("ana", None, "1"), 0)
     assert (plan.captures, tuple(plan.segments), plan.order) == (job.captures, (), None)
+    assert not one.is_outdated(job)
     catalog.delete(facts[0].id)
-    assert one.plan_of(job).epoch == 1
+    assert one.plan_of(job).epoch == 0, "planned before the deletion"
+    assert one.is_outdated(job)
+    [later] = one.new_jobs(ANA_RUN)
+    assert one.plan_of(later).epoch == 1
+    assert not one.is_outdated(later)
+    assert not one.is_outdated(one.head_job([1, 2])), "a system text belongs to nobody"
 
 
 def test_only_passes_of_wanted_facts_are_planned(catalog: Catalog, prompts: PromptBuilder) -> None:

@@ -15,7 +15,7 @@ from inferscale import engine_budget, offline
 from inferscale.budget import DeviceMemory, ModelSize
 from inferscale.config import ConnectorConfig
 from inferscale.engine_budget import find_gpus, within_budget
-from inferscale.errors import EngineError, PoolTooLarge
+from inferscale.errors import EngineError, InvalidInput, PoolTooLarge
 from inferscale.offline import GenerationRequest, OfflineEngine
 
 GIB = 2**30
@@ -411,3 +411,38 @@ def test_budget_of_a_running_engine(engine: OfflineEngine, gpus: Callable[..., N
     assert (budget.model_bytes, budget.free_bytes) == (15 * GIB, 4 * GIB)
     assert (budget.device, budget.gpu_memory_utilization) == ("cuda:0", 0.75)
     assert "pool 1.0 GiB (8,192 tokens, about 256 facts of 30 tokens" in str(budget)
+
+
+# --- what vLLM refuses ------------------------------------------------------------------------------
+
+
+class VLLMValidationError(Exception):
+    """As in vLLM 0.32, where it is no ValueError."""
+
+
+@pytest.mark.parametrize("error", [VLLMValidationError("n must be 1"), ValueError("n must be 1")])
+def test_what_vllm_refuses_is_an_invalid_input(
+    engine: OfflineEngine, fake: FakeEngine, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuses(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake, "add_request", refuses)
+        with pytest.raises(InvalidInput, match="does not take this request: n must be 1"):
+            engine.generate(steps(1))
+    monkeypatch.setattr(sys.modules["vllm"], "SamplingParams", refuses)
+    with pytest.raises(InvalidInput, match="does not take these sampling settings: n must be 1"):
+        engine.generate(steps(1))
+    assert not engine._running
+
+
+def test_what_breaks_in_vllm_comes_out_as_it_is(
+    engine: OfflineEngine, fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(*_: Any) -> None:
+        raise RuntimeError("the engine died")
+
+    monkeypatch.setattr(fake, "add_request", breaks)
+    with pytest.raises(RuntimeError, match="the engine died"):
+        engine.generate(steps(1))

@@ -136,7 +136,9 @@ def test_another_secret_is_rejected() -> None:
         from_wire(to_wire(FULL, SECRET), b"t" * 32)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, "2", None, [2], 2.5])
+@pytest.mark.parametrize(
+    "version", [0, 1, 3, "2", None, [2], 2.5, pytest.param(10**5000, id="huge"), float("nan")]
+)
 def test_other_versions_are_rejected_by_number(version: Any) -> None:
     params = to_wire(FULL, SECRET)
     params[WIRE_KEY]["v"] = version
@@ -296,6 +298,9 @@ def signed(ids: bytes | None = None, raw: bytes | None = None, **fields: Any) ->
         {"order": ["forget", 5, []]},
         {"order": ["forget", [], [["s"]]]},
         {"order": "forget"},
+        {"order": ["forget", [[1]], []]},
+        {"epoch": float("inf")},
+        {"captures": [["k", 0, float("inf")]]},
         {"raw": b""},
         {"raw": b"[]\n\n\n"},
         {"raw": b"[" * 100_000 + b"\n\n\n"},

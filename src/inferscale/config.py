@@ -9,7 +9,9 @@ import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_args
 
 from inferscale.errors import InvalidConfig
@@ -20,6 +22,7 @@ InjectionPath = Literal["auto", "fused", "portable"]
 
 AUTO = "auto"
 DEFAULT_POOL_BYTES = 2**30
+MAX_BYTES = 2**60
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -34,7 +37,10 @@ def parse_size(value: int | str, name: str) -> int:
         raise InvalidConfig(
             f"{name} is {value!r}; allowed are bytes as a whole number or a size such as '512MiB' or '2GB'."
         )
-    return int(float(match[1]) * _UNITS[match[2].lower()])
+    size = int(Decimal(match[1]) * _UNITS[match[2].lower()])
+    if size > MAX_BYTES:
+        raise InvalidConfig(f"{name} is {shorten(text, 40, placeholder='…')}; allowed are sizes up to 1 EiB.")
+    return size
 
 
 def _check_int(value: object, name: str, lowest: int, highest: int | None = None) -> None:

@@ -36,8 +36,8 @@ class EncodeProgress(NamedTuple):
 
     stored_tokens: of facts whose KV is in the pool now, the anchor not counted. computed_tokens: of
     all passes, so computed / stored is the cost of the window policy. num_failed: spans that found
-    no room in the pool, or whose pass failed; their facts stay text. stored_facts: those of
-    stored_tokens.
+    no room in the pool, or whose pass failed or was overtaken by a deletion; their facts stay text.
+    stored_facts: those of stored_tokens.
     """
 
     done_jobs: int
@@ -124,21 +124,28 @@ class EncodeRunner:
         jobs = _without_repetitions(jobs)
         start_s = told_s = time.perf_counter()
         state = EncodeProgress(0, len(jobs), 0, 0, 0.0)
+        sent: list[EncodeJob] = []
         stream = self.engine.stream(
-            self._requests(jobs),
+            self._requests(jobs, sent),
             max_in_flight=_MAX_JOBS_IN_FLIGHT,
             max_tokens_in_flight=_STEPS_IN_FLIGHT * self.engine.step_tokens,
         )
         with closing(stream) as finished:
             for place, result in finished:
                 now_s = time.perf_counter()
-                state = _after(state, jobs[place], result, now_s - start_s)
+                state = _after(state, sent[place], result, now_s - start_s)
                 if progress is not None and (
                     now_s - told_s >= _PROGRESS_EVERY_S or state.done_jobs == len(jobs)
                 ):
                     progress(state)
                     told_s = now_s
-        if state.num_failed:
+        if len(sent) < len(jobs):
+            lost = sum(len(job.captures) for job in jobs) - sum(len(job.captures) for job in sent)
+            logger.info("%d passes were planned before a deletion and did not run", len(jobs) - len(sent))
+            state = state._replace(done_jobs=len(jobs), num_failed=state.num_failed + lost)
+            if progress is not None:
+                progress(state)
+        elif state.num_failed:
             logger.warning(
                 "%d of %d segments were not captured and stay text; is the pool too small?",
                 state.num_failed,
@@ -146,9 +153,12 @@ class EncodeRunner:
             )
         return state
 
-    def _requests(self, jobs: Iterable[EncodeJob]) -> Iterator[GenerationRequest]:
-        """Made one by one: a plan carries the epoch that holds when its request is submitted."""
+    def _requests(self, jobs: Iterable[EncodeJob], sent: list[EncodeJob]) -> Iterator[GenerationRequest]:
+        """Made one by one and noted in `sent`, without those that a deletion of any process has overtaken."""
         for job in jobs:
+            if self.encoder.is_outdated(job):
+                continue
+            sent.append(job)
             yield GenerationRequest(job.token_ids, plan=self.encoder.plan_of(job), sampling=_SAMPLING)
 
 

@@ -25,11 +25,15 @@ _PASSES_AT_ONCE = 64
 
 
 class EncodeJob(NamedTuple):
-    """One encode pass. token_ids: anchor, then the facts of the pass; captures: spans of it."""
+    """One encode pass. token_ids: anchor, then the facts of the pass; captures: spans of it.
+
+    epoch: of the scope, from before its facts were read: a job that is older than a deletion must not run.
+    """
 
     scope: Scope
     token_ids: tuple[int, ...]
     captures: tuple[Span, ...]
+    epoch: int = 0
 
     @property
     def num_fact_tokens(self) -> int:
@@ -83,6 +87,7 @@ class Encoder:
         return jobs
 
     def _plan_scope(self, scope: Scope, needed: list[Fact], only: Set[str] | None) -> list[EncodeJob]:
+        epoch = self.catalog.epoch(scope)  # first: what is read of later than this is not older
         before = self.catalog.neighbours_before(needed[0], self.policy.window)
         wanted = {fact.id for fact in needed}
         first, last = needed[0].seq, needed[-1].seq
@@ -108,7 +113,7 @@ class Encoder:
             fact_ids = [items[index].id for index in encode_pass.items]
             if only is not None and only.isdisjoint(fact_ids[num_window:]):
                 continue
-            job = self._job(scope, [items_ids[index] for index in encode_pass.items], num_window)
+            job = self._job(scope, [items_ids[index] for index in encode_pass.items], num_window, epoch)
             planned.append((job, _new_pass(job, fact_ids, num_window)))
         return self._recorded(scope, planned)
 
@@ -128,17 +133,19 @@ class Encoder:
         jobs: list[EncodeJob] = []
         while chunk := list(islice(pass_ids, _PASSES_AT_ONCE)):
             passes = self.catalog.passes(chunk).values()
+            epochs = {scope: self.catalog.epoch(scope) for scope in {recorded.scope for recorded in passes}}
             needed = dict.fromkeys(fact_id for recorded in passes for fact_id in recorded.fact_ids)
             facts = {fact.id: fact for fact in self.catalog.facts_by_ids(needed)}
-            jobs += filter(None, (self._rebuild_job(recorded, facts) for recorded in passes))
+            rebuilt = (self._rebuild_job(recorded, facts, epochs[recorded.scope]) for recorded in passes)
+            jobs += filter(None, rebuilt)
         return jobs
 
-    def _rebuild_job(self, recorded: RecordedPass, facts: Mapping[str, Fact]) -> EncodeJob | None:
+    def _rebuild_job(self, recorded: RecordedPass, facts: Mapping[str, Fact], epoch: int) -> EncodeJob | None:
         """The job of a recorded pass; None where a fact of it is gone, and the pass with it or its end."""
         if any(fact_id not in facts for fact_id in recorded.fact_ids):
             return None
         items_ids = [self.prompts.fact_ids(facts[fact_id]) for fact_id in recorded.fact_ids]
-        job = self._job(recorded.scope, items_ids, recorded.num_window)
+        job = self._job(recorded.scope, items_ids, recorded.num_window, epoch)
         keys = [recorded.keys.get(fact_id) for fact_id in recorded.fact_ids[recorded.num_window :]]
         if keys == [span.key for span in job.captures[1:]]:
             return job
@@ -146,7 +153,9 @@ class Encoder:
         new = _new_pass(job, recorded.fact_ids, recorded.num_window)
         return next(iter(self._recorded(recorded.scope, [(job, new)])), None)
 
-    def _job(self, scope: Scope, items_ids: Sequence[Sequence[int]], num_window: int) -> EncodeJob:
+    def _job(
+        self, scope: Scope, items_ids: Sequence[Sequence[int]], num_window: int, epoch: int
+    ) -> EncodeJob:
         """Anchor and facts as ids; the anchor is captured as well, it opens every prompt with the default
         system text."""
         anchor = self.prompts.anchor_ids
@@ -157,7 +166,7 @@ class Encoder:
         ids = array("i", tokens.token_ids)  # the whole prefix is hashed for every key: slices must be cheap
         for _, start, end in tokens.spans:
             captures.append(Span(segment_key(self.model, ids[:start], ids[start:end]), start, end))
-        return EncodeJob(scope, tokens.token_ids, tuple(captures))
+        return EncodeJob(scope, tokens.token_ids, tuple(captures), epoch)
 
     def keys(self, fact_ids: Iterable[str]) -> dict[str, str]:
         """Fact id → key of its KV, for facts that were encoded for this model."""
@@ -169,9 +178,12 @@ class Encoder:
     def plan_of(self, job: EncodeJob) -> Plan:
         """The plan that makes the connector capture a job's spans."""
         scope = job.scope
-        epoch = 0 if scope.is_empty() else self.catalog.epoch(scope)
         digest = scope_digest(scope.user_id, scope.agent_id, scope.run_id)
-        return Plan(self.model, digest, epoch, captures=job.captures)
+        return Plan(self.model, digest, job.epoch, captures=job.captures)
+
+    def is_outdated(self, job: EncodeJob) -> bool:
+        """Whether something of the job's scope was deleted since it was planned: it may hold that text."""
+        return not job.scope.is_empty() and self.catalog.epoch(job.scope) != job.epoch
 
 
 def _new_pass(job: EncodeJob, fact_ids: Sequence[str], num_window: int) -> NewPass:

@@ -262,9 +262,16 @@ class OfflineEngine:
                 extra_args=extra,
                 **request.sampling,
             )
-        except (TypeError, ValueError) as error:
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
             raise InvalidInput(f"vLLM does not take these sampling settings: {error}") from error
-        engine.add_request(name, prompt, params)
+        try:
+            engine.add_request(name, prompt, params)
+        except Exception as error:
+            if not _is_refusal(error):
+                raise
+            raise InvalidInput(f"vLLM does not take this request: {error}") from error
         return name
 
     def order(self, order: Order) -> dict[str, Any]:
@@ -304,6 +311,7 @@ class OfflineEngine:
 
     def reset_prefix_cache(self) -> None:
         """Empty vLLM's own prefix cache; the pool stays."""
+        self._llm_engine()
         self.llm.reset_prefix_cache()
 
     def close(self) -> None:
@@ -316,6 +324,13 @@ class OfflineEngine:
         if shutdown is not None:
             shutdown()
         remove_runtime_dir(self.runtime_dir)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether vLLM found something wrong with a request. Its own class for that is no ValueError in 0.32."""
+    return isinstance(error, TypeError | ValueError) or any(
+        base.__name__ == "VLLMValidationError" for base in type(error).__mro__
+    )
 
 
 def _start(model: str, engine_id: str, settings: dict[str, Any], arguments: dict[str, Any]) -> Any:

@@ -281,7 +281,7 @@ def from_wire(params: object, secret: bytes, prompt_ids: Sequence[int] = ()) -> 
             order=None if order is None else _read_order(order),
             id=str(plan_id),
         )
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise PlanRejected(f"the plan is malformed: {error}.") from error
 
 
@@ -296,6 +296,8 @@ def _pack_opening(prompt_ids: Sequence[int], num_tokens: int) -> bytes:
 
 def _read_order(order: Any) -> Order:
     op, keys, epochs = order
+    if not {str}.issuperset(map(type, keys)):
+        raise ValueError("a key of the order is no text")
     if op not in ("forget", "stats"):
         raise ValueError(f"order {op!r} is unknown; known are 'forget' and 'stats'")
     return Order(cast(OrderOp, op), tuple(keys), tuple((str(s), int(e)) for s, e in epochs))
@@ -311,7 +313,9 @@ def _sign(raw: bytes, ids: bytes, secret: bytes) -> str:
 
 def _short(value: object) -> str:
     """A value from outside for an error text: whole only where it is small and plain."""
-    return repr(value)[:40] if isinstance(value, int | float | str) else f"of type {type(value).__name__}"
+    if isinstance(value, str) or (isinstance(value, int | float) and abs(value) < 1e9):
+        return repr(value)[:40]
+    return f"of type {type(value).__name__}"
 
 
 def _pack(ids: Sequence[int]) -> bytes:

@@ -19,7 +19,8 @@ def say(message: str) -> None:
 
 def emit(data: Any) -> None:
     """One JSON document a line, on stdout."""
-    click.echo(json.dumps(data, ensure_ascii=False))
+    text = json.dumps(data, ensure_ascii=False)
+    click.echo(text.encode("utf-8", "replace").decode())  # half a surrogate pair is no text
 
 
 def one_line(error: BaseException) -> str:
