@@ -15,7 +15,7 @@ from inferscale import engine_budget, offline
 from inferscale.budget import DeviceMemory, ModelSize
 from inferscale.config import ConnectorConfig
 from inferscale.engine_budget import find_gpus, within_budget
-from inferscale.errors import EngineError, InvalidInput, PoolTooLarge
+from inferscale.errors import EngineError, InvalidConfig, InvalidInput, PoolTooLarge
 from inferscale.offline import GenerationRequest, OfflineEngine
 
 GIB = 2**30
@@ -446,3 +446,9 @@ def test_what_breaks_in_vllm_comes_out_as_it_is(
     monkeypatch.setattr(fake, "add_request", breaks)
     with pytest.raises(RuntimeError, match="the engine died"):
         engine.generate(steps(1))
+
+
+@pytest.mark.parametrize("share", [0, -1, 1.01, float("nan"), float("inf"), True, "0.5"])
+def test_a_share_of_memory_that_cannot_be_is_refused(share: Any) -> None:
+    with pytest.raises(InvalidConfig, match=r"gpu_memory_utilization is .* above 0, up to 1"):
+        within_budget("m", ConnectorConfig(), {"gpu_memory_utilization": share}, None)

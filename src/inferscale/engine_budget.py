@@ -12,6 +12,7 @@ from typing import Any
 
 from inferscale.budget import DeviceMemory, plan_budget
 from inferscale.config import ConnectorConfig
+from inferscale.errors import InvalidConfig
 from inferscale.model_size import model_size
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,11 @@ def within_budget(
     model: str, connector: ConnectorConfig, arguments: Mapping[str, Any], reserve_bytes: int | None
 ) -> tuple[ConnectorConfig, dict[str, Any]]:
     """Settings with the pool's size as a number and, on a GPU, vLLM's share. Raises PoolTooLarge."""
+    share = arguments.get("gpu_memory_utilization")
+    if share is not None and (
+        isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1
+    ):
+        raise InvalidConfig(f"gpu_memory_utilization is {share!r}; allowed are numbers above 0, up to 1.")
     gpus = find_gpus(int(arguments.get("tensor_parallel_size") or 1))
     if not gpus:
         return replace(connector, pool_size_bytes=connector.size_bytes), dict(arguments)

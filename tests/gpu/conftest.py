@@ -59,8 +59,14 @@ def engine(model: Path) -> Iterator[RealEngine]:
 
 
 @pytest.fixture(scope="session")
-def known_library(engine: RealEngine, model: Path) -> Library:
-    return Library(engine, model)
+def known_library(engine: RealEngine, model: Path) -> Iterator[Library]:
+    import torch
+
+    num_threads = torch.get_num_threads()
+    if ON_CPU:  # threads that wait for each other are slow where other processes run
+        torch.set_num_threads(1)
+    yield Library(engine, model)
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture

@@ -120,8 +120,9 @@ def test_relocated_facts_equal_the_reference(engine: RealEngine, library: Librar
     answers = engine.serve([engine.with_memory(parts, NUM_STEPS) for parts in prompts])
     plain = engine.serve([Ask(ids_of(parts), max_tokens=NUM_STEPS) for parts in prompts])
     engine.stats()
-    assert num_stored(prompts[-1]) >= LEAST_TOKENS
-    assert ON_CPU or engine.what_runs()["may_overlap"]
+    if not ON_CPU:
+        assert num_stored(prompts[-1]) >= LEAST_TOKENS
+        assert engine.what_runs()["may_overlap"]
     for parts, answer in zip(prompts, answers, strict=True):
         assert injected_of(answer) == num_stored(parts)
         assert answer.outcome["covered_segments"] == sum(isinstance(part, Stored) for part in parts)
@@ -152,15 +153,17 @@ def scattered(library: Library) -> list[list[Part]]:
         library.question("Which of these facts was said last?"),
         library.talk(STEP_TOKENS + 60) + library.retelling("first"),
     ]
-    return [
+    prompts: list[list[Part]] = [
         [head, *library.chosen(24), ends[0]],
         [head, *library.facts[17::-1], ends[1]],
         [head, *library.chosen(6), ends[0]],
         [*library.chosen(12), head, *library.chosen(1), ends[2]],
         [head, *library.chosen(12), ends[3]],
         [head, *library.chosen(40), ends[1]],
-        [head, *library.chosen(100), *library.chosen(100), ends[0]],
     ]
+    if not ON_CPU:  # nothing overlaps there, and the reference takes minutes
+        prompts.append([head, *library.chosen(100), *library.chosen(100), ends[0]])
+    return prompts
 
 
 def off(
