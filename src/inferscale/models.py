@@ -184,11 +184,13 @@ def _ensure(
     target = model_path(source)
     if is_present(source):
         return target
-    if target.exists():
+    if target.exists() and not is_present(source):  # somebody else may have put it there just now
         raise EngineMissing(
             f"{target} exists but holds no whole model (config.json and model.safetensors). "
             "Move it away, or put the missing file there."
         )
+    if is_present(source):
+        return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{source.name}-", dir=target.parent))

@@ -99,9 +99,13 @@ def test_forgotten_keys(scene: Scene) -> None:
     assert scene.refused()["injected_tokens"] == 0
 
 
-def forged(plan: Plan, secret: bytes, **fields: Any) -> dict[str, Any]:
-    body = dict(to_wire(plan, secret)[WIRE_KEY])
-    body.update(fields)
+def forged(original: Plan, secret: bytes, **fields: Any) -> dict[str, Any]:
+    """The wire form of a plan with other parts: those of another plan, or these values."""
+    body = dict(to_wire(original, secret)[WIRE_KEY])
+    for name, value in fields.items():
+        if isinstance(value, Plan):
+            value = to_wire(value, secret)[WIRE_KEY][name]
+        body[name] = value
     return {WIRE_KEY: body}
 
 
@@ -109,13 +113,13 @@ def forged(plan: Plan, secret: bytes, **fields: Any) -> dict[str, Any]:
     ("fields", "reason"),
     [
         ({"sig": "0" * 64}, "signature"),
-        ({"sig": None}, "signature"),
-        ({"scope": "theirs"}, "signature"),
-        ({"epoch": 2**62}, "signature"),
-        ({"v": 2}, "wire version 2"),
-        ({"segments": [["key"]]}, "signature"),
+        ({"sig": None}, "must be texts"),
+        ({"plan": Plan("m", "theirs")}, "signature"),
+        ({"ids": "00000000"}, "signature"),
+        ({"v": 1}, "wire version 1"),
+        ({"plan": "no hexadecimal"}, "malformed"),
     ],
-    ids=["wrong", "none", "scope", "epoch", "version", "segments"],
+    ids=["wrong", "none", "plan", "ids", "version", "form"],
 )
 def test_forged_plan(scene: Scene, fields: dict[str, Any], reason: str) -> None:
     params = forged(scene.plan, scene.engine.facts.secret, **fields)

@@ -258,5 +258,5 @@ class MemoryHost:
         assert table.num_free_pages == table.num_pages
         if num_pages:
             occupied = (table.num_pages - num_pages) * table.page_size_tokens
-            assert table.reserve("occupied", occupied, 0) is not None
+            assert table.reserve("occupied", occupied) is not None
         self.llm.engine.reset_prefix_cache()

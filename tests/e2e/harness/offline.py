@@ -170,14 +170,14 @@ class BreakableWorker:
             raise RuntimeError(f"{what} is broken on rank {rank}")
 
         if self.rank == rank:
-            setattr(_worker_side(), what, fail)
+            setattr(_mover(), what, fail)
 
     def mend(self) -> None:
         for what in ("capture", "inject"):
-            vars(_worker_side()).pop(what, None)
+            vars(_mover()).pop(what, None)
 
 
-def _worker_side() -> Any:
+def _mover() -> Any:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return get_kv_transfer_group().worker
+    return get_kv_transfer_group().worker.mover
