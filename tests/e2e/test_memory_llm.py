@@ -381,9 +381,14 @@ def test_warm_encodes_what_is_not_resident(llm: MemoryProcess, second: MemoryPro
     assert_clean(second)
 
 
+def page_size(process: MemoryProcess) -> int:
+    return int(process.stats()["page_size_tokens"])
+
+
 def test_a_pool_smaller_than_the_facts(second: MemoryProcess) -> None:
     """Chat works and counts what is missing; `warm` does not push out what it encoded."""
-    second.shrink_pool(40)
+    num_pages = 640 // page_size(second)
+    second.shrink_pool(num_pages)
     facts = second.add([f"On day {day} we went for walk {day}." for day in range(50)], user_id="small")
     there = second.resident(facts)
     assert any(there) and not all(there)
@@ -393,7 +398,7 @@ def test_a_pool_smaller_than_the_facts(second: MemoryProcess) -> None:
         assert result.num_missing_tokens > 0
     stats = assert_clean(second)
     assert stats["evictions"] > 0
-    second.shrink_pool(40)
+    second.shrink_pool(num_pages)
     assert second.warm(user_id="small").jobs >= 1
     before, stats = second.resident(facts), assert_clean(second)
     assert sum(before) >= 20
@@ -407,7 +412,7 @@ def test_warm_fills_a_pool_that_is_just_large_enough(second: MemoryProcess) -> N
     second.shrink_pool(0)
     facts = second.add([f"Plan {day} is a good plan." for day in range(50)], user_id="exact")
     lengths = [len(second.anchor()), *second.num_tokens(facts)]
-    second.shrink_pool(sum(-(-length // 16) for length in lengths))
+    second.shrink_pool(sum(-(-length // page_size(second)) for length in lengths))
     assert second.warm(user_id="exact").jobs == 3
     assert second.resident(facts) == [True] * 50
     assert second.stats()["free_pages"] == 0
@@ -432,7 +437,8 @@ def test_memory_that_cannot_be_written_is_prefilled(second: MemoryProcess) -> No
 def test_a_new_system_text_in_a_full_pool_does_not_cost_the_facts(second: MemoryProcess) -> None:
     """Its capture evicts a fact; the facts are asked for behind it, so that the others are injected."""
     facts = second.add(said("crowded"), user_id="crowded")
-    pages = sum(-(-n // 16) for n in (*second.num_tokens(facts), len(second.anchor())))
+    page = page_size(second)
+    pages = sum(-(-n // page) for n in (*second.num_tokens(facts), len(second.anchor())))
     second.shrink_pool(pages)
     second.warm(user_id="crowded")
     assert second.resident(facts) == [True] * 6
