@@ -15,7 +15,6 @@ from inferscale.budget import (
     DeviceMemory,
     MemoryBudget,
     ModelSize,
-    budget_report,
     default_reserve,
     plan_budget,
 )
@@ -166,7 +165,7 @@ def test_a_reserve_may_be_given() -> None:
 
 
 def test_the_report_is_one_plain_line() -> None:
-    report = budget_report(
+    report = MemoryBudget(
         device="cuda:0",
         model_bytes=15 * GIB,
         cache_bytes=88 * GIB,
@@ -176,7 +175,7 @@ def test_the_report_is_one_plain_line() -> None:
         page_size_tokens=16,
         free_bytes=500 * 2**20,
     )
-    assert report == (
+    assert str(report) == (
         "Memory of cuda:0: model weights 15.0 GiB · vLLM's cache 88.0 GiB (720,896 tokens) · pool 30.0 GiB "
         "(245,760 tokens, about 7,680 facts of 30 tokens in pages of 16) · 500 MiB free"
     )

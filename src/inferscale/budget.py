@@ -270,32 +270,6 @@ class MemoryBudget:
         )
 
 
-def budget_report(
-    *,
-    device: str,
-    model_bytes: int | None,
-    cache_bytes: int,
-    cache_tokens: int,
-    pool_bytes: int,
-    pool_tokens: int,
-    page_size_tokens: int,
-    free_bytes: int,
-) -> str:
-    """One line that says in plain words how a worker's memory is divided; see `MemoryBudget`."""
-    return str(
-        MemoryBudget(
-            device,
-            model_bytes,
-            cache_bytes,
-            cache_tokens,
-            pool_bytes,
-            pool_tokens,
-            page_size_tokens,
-            free_bytes,
-        )
-    )
-
-
 def _gib(size_bytes: int) -> str:
     """`29.8 GiB`; small sizes in MiB."""
     mib = round(size_bytes / 2**20)

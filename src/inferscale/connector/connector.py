@@ -236,7 +236,9 @@ class InferScaleConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self.worker is not None
-        self.worker.before_forward(self._orders(), compat.forward_mode(forward_context))
+        orders = self._orders()
+        mode = None if orders.injection is None else compat.forward_mode(forward_context)
+        self.worker.before_forward(orders, mode)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self.worker is not None:

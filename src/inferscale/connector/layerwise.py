@@ -4,7 +4,8 @@ vLLM calls `wait_for_layer_load` before the attention of every layer (kv_transfe
 `maybe_transfer_kv_layer`), so only the first layers have to be there when the pass begins. Those calls do
 not happen in every way of running a model (a full CUDA graph replays without them), so overlapping is
 used only in a mode in which they were seen before, and a pass that did not make them is a failed injection.
-Pays off for many tokens only: the second launch and its events take the host about 40 µs.
+For many tokens only: the second launch and its events take the host some time. From how many on it pays is
+an estimate so far (docs/performance.md).
 """
 
 from __future__ import annotations

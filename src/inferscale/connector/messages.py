@@ -8,12 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from inferscale.pool.moves import Moves
-
-IntArray = npt.NDArray[np.int32]
+from inferscale.pool.moves import Int32Array, Moves
 
 
 @dataclass
@@ -27,7 +22,7 @@ class StepOrders:
     step: int = 0
     injection: Moves | None = None
     capture: Moves | None = None
-    zero_pages: IntArray | None = None
+    zero_pages: Int32Array | None = None
     failed_blocks: list[int] = field(default_factory=list)
 
 

@@ -17,12 +17,11 @@ import torch
 
 from inferscale.config import InjectionPath
 from inferscale.connector.layout import BlockLayout, LayerCache, flat_storage, write_kv
-from inferscale.connector.messages import IntArray
 from inferscale.errors import UnsupportedLayout
 from inferscale.kernels.fused import FusedMover
 from inferscale.kernels.geometry import geometry_of
 from inferscale.kernels.reference import GatherFunction, KeysValues, compile_gather, make_gather
-from inferscale.pool.moves import Moves, MovesBuilder
+from inferscale.pool.moves import Int32Array, Moves, MovesBuilder
 from inferscale.pool.slab import Slab
 from inferscale.rope import Rotary, delta_cos_sin
 
@@ -48,7 +47,7 @@ class Mover(Protocol):
         """Paged caches → slab, bit for bit; rows remember the position."""
         ...
 
-    def zero(self, pages: IntArray) -> None:
+    def zero(self, pages: Int32Array) -> None:
         """Overwrite pages of the slab with zeros; int32 [n]."""
         ...
 
@@ -89,7 +88,7 @@ class PortableMover:
             piece = slice(start, start + self._rows_per_piece)
             self._inject_piece(rows[piece], slots[piece], deltas[piece])
 
-    def _inject_piece(self, rows: IntArray, slots: IntArray, deltas: IntArray) -> None:
+    def _inject_piece(self, rows: Int32Array, slots: Int32Array, deltas: Int32Array) -> None:
         moves = torch.from_numpy(deltas).to(torch.int64)
         cos, sin = (part.to(self._device) for part in delta_cos_sin(moves, self._rotary))
         is_moved = (moves != 0).to(self._device)
@@ -123,10 +122,10 @@ class PortableMover:
                 indices = {id(layout): layout.element_index(slot_index)}
             self._slab.layer(index)[row_index] = flat_storage(layer.cache)[indices[id(layout)]]
 
-    def zero(self, pages: IntArray) -> None:
+    def zero(self, pages: Int32Array) -> None:
         self._slab.zero_pages(pages)
 
-    def _to_device(self, numbers: IntArray) -> torch.Tensor:
+    def _to_device(self, numbers: Int32Array) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device, torch.int64, non_blocking=True)
 
 
@@ -234,7 +233,7 @@ def _check(mover: FusedMover, slab: Slab, caches: Caches, rotary: Rotary, block_
             flat_storage(layer.cache)[index] = block
 
 
-def _runs(rows: IntArray, num_runs: int, block_size: int) -> Moves:
+def _runs(rows: Int32Array, num_runs: int, block_size: int) -> Moves:
     """Rows for the first slots of block 0, in so many runs."""
     builder = MovesBuilder(block_size)
     start = 0

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable
 import numpy as np
 import torch
 
-from inferscale.budget import budget_report
+from inferscale.budget import MemoryBudget
 from inferscale.config import ConnectorConfig
 from inferscale.connector.layerwise import LayerwiseInjection
 from inferscale.connector.layout import BlockLayout, LayerCache, check_layout, probe_layout
@@ -105,13 +105,13 @@ class WorkerSide:
         logger.info("%s", self._describe(slab, free_bytes - needed))
         return slab
 
-    def _describe(self, slab: Slab, free_bytes: int) -> str:
+    def _describe(self, slab: Slab, free_bytes: int) -> MemoryBudget:
         """How this worker's memory is divided. What torch holds besides caches and pool is the model."""
         cache_bytes = sum(layer.cache.numel() * layer.cache.element_size() for layer in self.layers)
         pool_bytes = slab.data.numel() * slab.data.element_size()
         is_cuda = self.device.type == "cuda"
         held_bytes = torch.cuda.memory_allocated(self.device) if is_cuda else 0
-        return budget_report(
+        return MemoryBudget(
             device=str(self.device),
             model_bytes=held_bytes - cache_bytes - pool_bytes if is_cuda else None,
             cache_bytes=cache_bytes,

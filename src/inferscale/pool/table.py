@@ -21,9 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int32]
+from inferscale.pool.moves import Int32Array
 
 _MAX_NOTED = 256
 """Uses that are noted before they are put in order."""
@@ -38,14 +37,14 @@ class Entry:
 
     key: str
     num_tokens: int
-    pages: IntArray
+    pages: Int32Array
     packed_rows: bytes
     num_pages: int
     is_resident: bool = False
     is_dropped: bool = False
 
     @property
-    def rows(self) -> IntArray:
+    def rows(self) -> Int32Array:
         return np.frombuffer(self.packed_rows, dtype=np.int32)
 
 
@@ -171,7 +170,7 @@ class PageTable:
     def clear(self) -> int:
         return self.drop(list(self._entries))
 
-    def take_freed_pages(self) -> IntArray | None:
+    def take_freed_pages(self) -> Int32Array | None:
         """Pages freed since the last call, int32 [n], for the worker to zero; None where none was."""
         if not self._freed:
             return None
