@@ -306,18 +306,22 @@ def test_on_a_gpu_vllm_gets_what_the_pool_leaves(gpus: Callable[..., None]) -> N
     assert arguments == {
         "seed": 1,
         "gpu_memory_utilization": pytest.approx((139.5 - 60 - 3.1) / 140, abs=1e-4),
+        "block_size": 64,
     }
     config, arguments = within_budget("m", ConnectorConfig(), {}, 2 * GIB)
     assert 30 * GIB < config.size_bytes <= (139.5 - 2 - 15) / 4 * GIB
     assert isinstance(config.pool_size_bytes, int)
 
 
-def test_a_given_share_is_respected(gpus: Callable[..., None]) -> None:
+def test_given_settings_are_respected(gpus: Callable[..., None]) -> None:
     gpus(139.5)
     config, arguments = within_budget(
-        "m", ConnectorConfig(pool_size_bytes="10GiB"), {"gpu_memory_utilization": 0.5}, None
+        "m",
+        ConnectorConfig(pool_size_bytes="10GiB"),
+        {"gpu_memory_utilization": 0.5, "block_size": 32},
+        None,
     )
-    assert (config.size_bytes, arguments) == (10 * GIB, {"gpu_memory_utilization": 0.5})
+    assert (config.size_bytes, arguments) == (10 * GIB, {"gpu_memory_utilization": 0.5, "block_size": 32})
     with pytest.raises(PoolTooLarge, match=r"gpu_memory_utilization=0.95 gives vLLM 133.0 GiB"):
         within_budget("m", ConnectorConfig(pool_size_bytes="10GiB"), {"gpu_memory_utilization": 0.95}, None)
 

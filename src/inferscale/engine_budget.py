@@ -1,4 +1,4 @@
-"""Measures the memory that an engine will start in, and applies `budget` to its settings.
+"""Settings of an engine that depend on the hardware: its share of the memory (`budget`), its block size.
 
 Knows vLLM's platform and the driver (NVML), nothing of requests.
 """
@@ -17,11 +17,19 @@ from inferscale.model_size import model_size
 
 logger = logging.getLogger(__name__)
 
+GPU_BLOCK_SIZE = 64
+"""Tokens of a block of vLLM's paged cache on a GPU, where the caller names none. vLLM's own default of 16
+makes it hash four times as many blocks of each prompt, on the way to the first token (docs/performance.md);
+a multiple of 64 suits every attention backend."""
+
 
 def within_budget(
     model: str, connector: ConnectorConfig, arguments: Mapping[str, Any], reserve_bytes: int | None
 ) -> tuple[ConnectorConfig, dict[str, Any]]:
-    """Settings with the pool's size as a number and, on a GPU, vLLM's share. Raises PoolTooLarge."""
+    """Settings with the pool's size as a number and, on a GPU, vLLM's share and block size.
+
+    Raises PoolTooLarge, and InvalidConfig for a share that is none.
+    """
     share = arguments.get("gpu_memory_utilization")
     if share is not None and (
         isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1
@@ -44,10 +52,12 @@ def within_budget(
         budget.pool_bytes / 2**30,
         budget.gpu_memory_utilization,
     )
-    return (
-        replace(connector, pool_size_bytes=budget.pool_bytes),
-        {**arguments, "gpu_memory_utilization": budget.gpu_memory_utilization},
-    )
+    settings = {
+        **arguments,
+        "gpu_memory_utilization": budget.gpu_memory_utilization,
+        "block_size": arguments.get("block_size") or GPU_BLOCK_SIZE,
+    }
+    return replace(connector, pool_size_bytes=budget.pool_bytes), settings
 
 
 def find_gpus(num_workers: int) -> list[DeviceMemory]:

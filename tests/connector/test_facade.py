@@ -8,17 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from symbolic_engine import SymbolicEngine, key_of
 
 from inferscale.config import ConnectorConfig, default_runtime_dir
 from inferscale.connector.connector import connector_config
 from inferscale.connector.folder_lock import LOCK_NAME
-from inferscale.connector.messages import StepOrders, StepReport
+from inferscale.connector.messages import StepReport
 from inferscale.errors import InvalidConfig
 from inferscale.plan import Order, Segment
-from inferscale.pool.moves import single_run
 
 Make = Callable[..., SymbolicEngine]
 
@@ -270,20 +268,6 @@ def test_hooks_survive_nonsense(engine: SymbolicEngine) -> None:
     connector.update_connector_output(None)
     assert connector.request_finished(Request(), []) == (False, None)
     assert errors(engine) == 2
-
-
-def test_a_step_that_injects_nothing_does_not_look_at_the_forward_pass(
-    engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That is on the path of every token of everybody."""
-    calls: list[tuple[StepOrders, Any]] = []
-    worker = SimpleNamespace(before_forward=lambda orders, mode: calls.append((orders, mode)))
-    monkeypatch.setattr(engine.connector, "worker", worker)
-    monkeypatch.setattr("inferscale.connector.compat.forward_mode", lambda context: f"mode of {context}")
-    for orders in (StepOrders(), StepOrders(injection=single_run(np.arange(2), 0, [0], 16))):
-        monkeypatch.setattr(engine.connector, "_orders", lambda orders=orders: orders)
-        engine.connector.start_load_kv("the pass")
-    assert [mode for _, mode in calls] == [None, "mode of the pass"]
 
 
 def test_ids_outside_int32_in_a_prompt(engine: SymbolicEngine) -> None:

@@ -195,7 +195,6 @@ class LookingWorker:
         side: Any = get_kv_transfer_group()
         side = side.worker
         attention = side.layers[0].layer.impl
-        overlap = side._layerwise
         return {
             "attention": type(attention).__name__,
             "flash_attention": getattr(attention, "vllm_flash_attn_version", None),
@@ -204,7 +203,6 @@ class LookingWorker:
             "graphs": self.vllm_config.compilation_config.cudagraph_mode.name,
             "is_async": self.vllm_config.scheduler_config.async_scheduling,
             "is_chunked": self.vllm_config.scheduler_config.enable_chunked_prefill,
-            "may_overlap": overlap is not None and overlap._may_overlap and bool(overlap._trusted),
         }
 
 

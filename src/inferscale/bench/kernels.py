@@ -25,7 +25,7 @@ from inferscale.rope import Rotary
 LARGE_COPY_BYTES = 2 * 10**9
 _WAIT_CYCLES = 400_000
 _FACT_TOKENS = (20, 60)
-_BLOCK = 16
+_BLOCK = 64
 
 
 class KernelShape(NamedTuple):
@@ -56,7 +56,7 @@ def run_kernels(
     say: Callable[[str], None],
     *,
     shape: KernelShape = LLAMA_8B,
-    page_sizes: Sequence[int] = (16,),
+    page_sizes: Sequence[int] = (4, 16),
     repeats: int = 30,
 ) -> None:
     """Rows `kernel_bandwidth` (GB/s) and `kernel_of_copy` (share of the copy of as many bytes).
@@ -197,6 +197,7 @@ def _measure(
         "tokens": n,
         "bytes": moved_bytes,
         "page_size_tokens": page_size,
+        "block_size": _BLOCK,
         "shape": shape._asdict(),
         "baseline": "torch copy_ of as many bytes, device to device, in turn with the kernels",
         "tuning": {"inject": INJECT._asdict(), "capture": CAPTURE._asdict()},

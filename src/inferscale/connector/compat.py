@@ -10,7 +10,7 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,16 +199,6 @@ def model_fingerprint(vllm_config: Any) -> str:
     else:
         digest.update(f"{model.model} {model.revision}".encode())
     return digest.hexdigest()
-
-
-def forward_mode(forward_context: Any) -> Hashable | None:
-    """How the forward pass behind `start_load_kv` runs, or None where it does not ask for its layers.
-
-    A full CUDA graph is replayed outside of any attention metadata (vllm/v1/worker/gpu/model_runner.py).
-    """
-    if getattr(forward_context, "attn_metadata", None) is None:
-        return None
-    return str(getattr(forward_context, "cudagraph_runtime_mode", None))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -236,13 +236,10 @@ class InferScaleConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self.worker is not None
-        orders = self._orders()
-        mode = None if orders.injection is None else compat.forward_mode(forward_context)
-        self.worker.before_forward(orders, mode)
+        self.worker.before_forward(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        if self.worker is not None:
-            self.worker.layer_reached(layer_name)
+        """Nothing to wait for: all layers are injected before the forward pass, on its stream."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any

@@ -1,7 +1,7 @@
 """How a worker moves KV: the contract, the portable path, and the choice between it and the fused kernels.
 
 The portable path works through vLLM's own write and the probed index map, so it is right for every
-layout and device; the fused one (`kernels.fused`) is a launch or two a step. Which one runs is decided at
+layout and device; the fused one (`kernels.fused`) is one launch a step. Which one runs is decided at
 start-up: the fused one only where the probe finds regular strides, and only once it has moved random
 KV through a scratch block as the portable path does.
 """
@@ -9,7 +9,7 @@ KV through a scratch block as the portable path does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -212,16 +212,12 @@ def _check(mover: FusedMover, slab: Slab, caches: Caches, rotary: Rotary, block_
             slab.origins[:n] = (n - 1 - torch.from_numpy(rows) + shifts).to(slab.origins)
             portable().inject(backwards)
             wanted = read()
-            ways: list[Callable[[], None]] = [lambda moves=backwards: mover.inject(moves)]  # type: ignore[misc]
-            if mover.first_layers:
-                ways.append(lambda moves=backwards: mover.inject_in_two(moves)())  # type: ignore[misc]
-            for inject in ways:
-                for layer in caches.layers:
-                    flat_storage(layer.cache)[index] = float("nan")
-                inject()
-                for found, expected in zip(read(), wanted, strict=True):
-                    if not torch.allclose(found.float(), expected.float(), rtol=2 * eps, atol=2 * eps):
-                        raise UnsupportedLayout("injection differs from the portable path")
+            for layer in caches.layers:
+                flat_storage(layer.cache)[index] = float("nan")
+            mover.inject(backwards)
+            for found, expected in zip(read(), wanted, strict=True):
+                if not torch.allclose(found.float(), expected.float(), rtol=2 * eps, atol=2 * eps):
+                    raise UnsupportedLayout("injection differs from the portable path")
         slab.data[:num_saved] = 1
         mover.zero(np.zeros(1, dtype=np.int32))
         rest = slab.data[slab.page_size_tokens : num_saved]

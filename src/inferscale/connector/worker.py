@@ -2,26 +2,24 @@
 
 A step: inject, zero freed pages, (forward pass,) capture, report. All work is put on the engine's own stream
 (or thread, on a CPU), in step order; that order is what makes it safe to give pages away in the step that
-reads them. The injection of many tokens may go on beside the forward pass (`layerwise`): that stream waits
-for it before anything else touches the slab or reads those layers.
+reads them. To inject the later layers beside the forward pass, on a stream of its own, gains nothing: both
+live on the memory's bandwidth (docs/log.md).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from inferscale.budget import MemoryBudget
 from inferscale.config import ConnectorConfig
-from inferscale.connector.layerwise import LayerwiseInjection
 from inferscale.connector.layout import BlockLayout, LayerCache, check_layout, probe_layout
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.movement import Caches, Mover, choose_mover
 from inferscale.errors import PoolTooLarge, UnsupportedLayout
-from inferscale.kernels.fused import FusedMover
 from inferscale.pool.moves import Moves
 from inferscale.pool.slab import RowShape, Slab, num_pages
 from inferscale.rope import Rotary
@@ -66,9 +64,6 @@ class WorkerSide:
             config.injection_path,
             compile=config.compile_injection,
         )
-        self._layerwise: LayerwiseInjection | None = None
-        if isinstance(self.mover, FusedMover):
-            self._layerwise = LayerwiseInjection(self.mover, [layer.name for layer in layers])
 
     def _probe(self, num_blocks: int) -> list[BlockLayout]:
         """Probe each distinct kind of cache once, then verify it on every layer."""
@@ -124,30 +119,17 @@ class WorkerSide:
 
     # one step ---------------------------------------------------------------------------------
 
-    def before_forward(self, orders: StepOrders, mode: Hashable | None = None) -> None:
-        """Inject and zero freed pages. An error marks the blocks as failed; vLLM fails the requests.
-
-        mode: of the forward pass, see `LayerwiseInjection.begin`.
-        """
+    def before_forward(self, orders: StepOrders) -> None:
+        """Inject and zero freed pages. An error marks the blocks as failed; vLLM fails the requests."""
         self.failed_blocks.update(orders.failed_blocks)
         if orders.injection is not None:
             try:
-                if self._layerwise is not None:
-                    self._layerwise.begin(orders.injection, mode)
-                else:
-                    self.mover.inject(orders.injection)
+                self.mover.inject(orders.injection)
             except Exception:  # a wrong answer is worse than a failed request
                 logger.exception("Injection failed; the requests it was for fail")
                 self._fail(orders.injection)
         if orders.zero_pages is not None:
-            if self._layerwise is not None:
-                self._layerwise.settle()
             self.mover.zero(orders.zero_pages)
-
-    def layer_reached(self, layer_name: str) -> None:
-        """The attention of a layer is about to run."""
-        if self._layerwise is not None:
-            self._layerwise.reached(layer_name)
 
     def _fail(self, injection: Moves) -> None:
         self.failed_blocks.update(
@@ -156,8 +138,6 @@ class WorkerSide:
 
     def after_forward(self, orders: StepOrders) -> None:
         """Capture, and note the step for the report."""
-        if orders.injection is not None and self._layerwise is not None and not self._layerwise.end():
-            self._fail(orders.injection)
         if orders.step == 0:
             return
         if orders.capture is not None:

@@ -1,5 +1,4 @@
-"""Fused movement of KV between the slab and the paged caches: one copy and one launch a step,
-or two launches where the second may run beside the forward pass.
+"""Fused movement of KV between the slab and the paged caches: one copy and one launch a step.
 
 `FusedMover` knows one worker's slab and caches; it is made once the probe has found regular strides
 (`geometry.geometry_of`), and is checked against the portable path at start-up before it is trusted
@@ -12,7 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,9 +29,6 @@ _ZERO_BLOCK = 8192
 
 _STAGED_NUMBERS = 2**19
 """Room of each staging buffer at first: 256 requests of 1,500 tokens in one step."""
-
-_FIRST_PART = 8
-"""The first of so many parts of the layers is injected before the forward pass begins in `inject_in_two`."""
 
 
 class Tuning(NamedTuple):
@@ -52,7 +48,7 @@ CAPTURE = Tuning(elements=2048, num_warps=1)
 
 
 class FusedMover:
-    """Moves KV of any number of tokens and all layers in one launch, or in two (`inject_in_two`).
+    """Moves KV of any number of tokens and all layers in one launch.
 
     slab: with one shape for all layers. caches: of the layers, in order, with one dtype, on one device.
     geometry: of every one of them. block_size, max_tokens: of vLLM's paged cache. Raises UnsupportedLayout
@@ -91,8 +87,6 @@ class FusedMover:
         }
         shape = {
             "LAYERS": len(caches),
-            "FIRST_LAYER": 0,
-            "NUM_LAYERS": len(caches),
             "HEADS": heads,
             "DIM": dim,
             "PROMPT_BLOCK": block_size,
@@ -115,20 +109,12 @@ class FusedMover:
         self._inject_units = inject_tuning.units(2 * heads * dim)
         self._capture_units = capture_tuning.units(2 * heads * dim)
         module = _load(interpret)
-        inject_shape = {**shape, **rotation, "UNITS": self._inject_units}
-        inject_tensors = {**tensors, "inv_freq": self._inv_freq}
-
-        def injection(first: int, num: int) -> _Pair:
-            layers = {"FIRST_LAYER": first, "NUM_LAYERS": num}
-            constants = {**inject_shape, **layers}
-            return _Pair(module.inject_kernel, inject_tensors, constants, inject_tuning.num_warps)
-
-        self.first_layers = max(1, len(caches) // _FIRST_PART) if len(caches) > 1 else 0
-        """How many layers `inject_in_two` moves first; 0 where there are not enough for two parts."""
-        self._inject = injection(0, len(caches))
-        self._inject_first = injection(0, self.first_layers)
-        self._inject_rest = injection(self.first_layers, len(caches) - self.first_layers)
-        self._side: _Side | None = _Side.on(self._device) if self._device.type == "cuda" else None
+        self._inject = _Pair(
+            module.inject_kernel,
+            {**tensors, "inv_freq": self._inv_freq},
+            {**shape, **rotation, "UNITS": self._inject_units},
+            inject_tuning.num_warps,
+        )
         self._capture = _Pair(
             module.capture_kernel, tensors, {**shape, "UNITS": self._capture_units}, capture_tuning.num_warps
         )
@@ -144,28 +130,6 @@ class FusedMover:
     def inject(self, moves: Moves) -> None:
         """Slab rows → keys rotated to their place in the prompt → paged caches."""
         self.launch_inject(self.stage(moves), moves)
-
-    def inject_in_two(self, moves: Moves) -> Callable[[], None]:
-        """Inject the first layers, and the others on a stream of their own meanwhile.
-
-        What it returns must be called before anything behind the first layers is read: it makes the
-        current stream wait. (In the interpreter the others are injected only then.)
-        """
-        table = self.stage(moves)
-        num_rest = self._num_layers - self.first_layers
-        first = _programs(moves.longest * self.first_layers, self._inject_units)
-        rest = _programs(moves.longest * num_rest, self._inject_units)
-        if self._side is None:
-            self._inject_first(first, moves, table)
-            return lambda: self._inject_rest(rest, moves, table)
-        side = self._side
-        side.begin.record(torch.cuda.current_stream(self._device))
-        self._inject_first(first, moves, table)
-        side.stream.wait_event(side.begin)
-        with torch.cuda.stream(side.stream):
-            self._inject_rest(rest, moves, table)
-        side.end.record(side.stream)
-        return lambda: torch.cuda.current_stream(self._device).wait_event(side.end)
 
     def capture(self, moves: Moves) -> None:
         """Paged caches → slab rows, bit for bit; rows remember the position."""
@@ -188,19 +152,6 @@ class FusedMover:
         """The kernel alone, on a table that was staged."""
         programs = _programs(moves.longest * self._num_layers, self._capture_units)
         self._capture(programs, moves, table)
-
-
-class _Side(NamedTuple):
-    """A stream beside the current one, and events for when its work may begin and where it ends."""
-
-    stream: torch.cuda.Stream
-    begin: torch.cuda.Event
-    end: torch.cuda.Event
-
-    @classmethod
-    def on(cls, device: torch.device) -> _Side:
-        events = (torch.cuda.Event() for _ in range(2))  # type: ignore[no-untyped-call]
-        return cls(torch.cuda.Stream(device), *events)  # type: ignore[no-untyped-call]
 
 
 class _Launch:

@@ -27,16 +27,14 @@ def _unit(
     table,
     n,
     start,
-    FIRST_LAYER: tl.constexpr,
-    NUM_LAYERS: tl.constexpr,
+    LAYERS: tl.constexpr,
     UNITS: tl.constexpr,
     PROMPT_BLOCK: tl.constexpr,
     ONE_RUN: tl.constexpr,
 ):
     """(layer, slab row, slot, position, mask) of this program's units: layers of a token are neighbours,
-    as in the slab. FIRST_LAYER, NUM_LAYERS: those that are moved. PROMPT_BLOCK: tokens of a block in
-    vLLM's block lists. ONE_RUN: n and start are those of the only run, so that its header need not be read
-    first; else they mean nothing."""
+    as in the slab. PROMPT_BLOCK: tokens of a block in vLLM's block lists. ONE_RUN: n and start are those of
+    the only run, so that its header need not be read first; else they mean nothing."""
     data = table + 4 * tl.num_programs(1)
     if ONE_RUN:
         rows_at = 0
@@ -48,14 +46,14 @@ def _unit(
         start = tl.load(header + 2)
         blocks_at = tl.load(header + 3)
     unit = tl.program_id(0) * UNITS + tl.arange(0, UNITS)
-    token = unit // NUM_LAYERS
+    token = unit // LAYERS
     mask = token < n
     row = tl.load(data + rows_at + token, mask=mask, other=0)
     position = start + token
     block_at = blocks_at + position // PROMPT_BLOCK - start // PROMPT_BLOCK
     block = tl.load(data + block_at, mask=mask, other=0)
     slot = block * PROMPT_BLOCK + position % PROMPT_BLOCK
-    return FIRST_LAYER + unit % NUM_LAYERS, row, slot, position, mask
+    return unit % LAYERS, row, slot, position, mask
 
 
 @triton.jit
@@ -102,8 +100,6 @@ def inject_kernel(
     n,
     start,
     LAYERS: tl.constexpr,
-    FIRST_LAYER: tl.constexpr,
-    NUM_LAYERS: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -124,9 +120,7 @@ def inject_kernel(
 ):
     """Slab rows → keys rotated to their position → paged caches. BLOCK_HEADS … BLOCK_PAIRS: powers of two
     that cover their sizes; BLOCK_REST: of the key elements that are not rotated, 0 where all are."""
-    layer, row, slot, position, mask = _unit(
-        table, n, start, FIRST_LAYER, NUM_LAYERS, UNITS, PROMPT_BLOCK, ONE_RUN
-    )
+    layer, row, slot, position, mask = _unit(table, n, start, LAYERS, UNITS, PROMPT_BLOCK, ONE_RUN)
     delta = position - tl.load(origins + row, mask=mask, other=0)
     source = _slab_offset(row, layer, LAYERS, 2 * HEADS * DIM, ALIGN)[:, None, None]
     target = _cache_offset(layer_offsets, layer, slot, mask, BLOCK_SIZE, BLOCK_STRIDE, SLOT_STRIDE, ALIGN)[
@@ -180,8 +174,6 @@ def capture_kernel(
     n,
     start,
     LAYERS: tl.constexpr,
-    FIRST_LAYER: tl.constexpr,
-    NUM_LAYERS: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     PROMPT_BLOCK: tl.constexpr,
@@ -197,9 +189,7 @@ def capture_kernel(
     BLOCK_DIM: tl.constexpr,
 ):
     """Paged caches → slab rows, bit for bit; `origins` of the rows become their positions."""
-    layer, row, slot, position, mask = _unit(
-        table, n, start, FIRST_LAYER, NUM_LAYERS, UNITS, PROMPT_BLOCK, ONE_RUN
-    )
+    layer, row, slot, position, mask = _unit(table, n, start, LAYERS, UNITS, PROMPT_BLOCK, ONE_RUN)
     tl.store(origins + row, position, mask=mask & (layer == 0))
     target = _slab_offset(row, layer, LAYERS, 2 * HEADS * DIM, ALIGN)[:, None, None]
     source = _cache_offset(layer_offsets, layer, slot, mask, BLOCK_SIZE, BLOCK_STRIDE, SLOT_STRIDE, ALIGN)[
