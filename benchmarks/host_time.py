@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from inferscale.bench.harness import BenchRun, command, environment
+from inferscale.bench.kernels import BLOCK_TOKENS as BLOCK
 from inferscale.connector.messages import StepReport
 from inferscale.connector.scheduler import SchedulerSide
 from inferscale.plan import Plan, Segment, salt_of, to_wire
@@ -30,7 +31,7 @@ from inferscale.pool.moves import Moves
 from inferscale.pool.table import PageTable
 
 SECRET = b"s" * 32
-BLOCK, PAGE, FACT_TOKENS, QUESTION_TOKENS = 16, 4, 30, 32
+PAGE, FACT_TOKENS, QUESTION_TOKENS = 4, 30, 32
 
 
 def main(texts: list[str] | None = None) -> None:

@@ -25,7 +25,8 @@ from inferscale.rope import Rotary
 LARGE_COPY_BYTES = 2 * 10**9
 _WAIT_CYCLES = 400_000
 _FACT_TOKENS = (20, 60)
-_BLOCK = 64
+BLOCK_TOKENS = 64
+"""Of the paged caches of a scene."""
 
 
 class KernelShape(NamedTuple):
@@ -85,13 +86,13 @@ def make_scene(shape: KernelShape, page_size: int, slab_bytes: int = 4 * 2**30) 
         pages, page_size, RowShape(((shape.heads, shape.dim),) * shape.layers), torch.bfloat16, device
     )
     slab.data.normal_()
-    blocks = slab_bytes // (_BLOCK * shape.token_bytes)
+    blocks = slab_bytes // (BLOCK_TOKENS * shape.token_bytes)
     caches = [
-        torch.zeros((blocks, 2, _BLOCK, shape.heads, shape.dim), dtype=torch.bfloat16, device=device)
+        torch.zeros((blocks, 2, BLOCK_TOKENS, shape.heads, shape.dim), dtype=torch.bfloat16, device=device)
         for _ in range(shape.layers)
     ]
     inv_freq = 1.0 / 500000.0 ** (torch.arange(0, shape.dim, 2, dtype=torch.float64) / shape.dim)
-    return _Scene(slab, caches, Rotary(inv_freq, shape.dim, shape.dim, False), blocks * _BLOCK)
+    return _Scene(slab, caches, Rotary(inv_freq, shape.dim, shape.dim, False), blocks * BLOCK_TOKENS)
 
 
 def make_mover(
@@ -109,7 +110,7 @@ def make_mover(
         scene.caches,
         geometry,
         scene.rotary,
-        _BLOCK,
+        BLOCK_TOKENS,
         max_tokens,
         inject_tuning=inject,
         capture_tuning=capture,
@@ -142,8 +143,8 @@ def _random_moves(scene: _Scene, n: int, rng: np.random.Generator) -> Moves:
         offsets = np.arange(length)
         rows.append(pages[offsets // size] * size + offsets % size)
         total += length
-    blocks = rng.permutation(scene.num_slots // _BLOCK)[: -(-n // _BLOCK)]
-    return single_run(np.concatenate(rows), 0, blocks.tolist(), _BLOCK)
+    blocks = rng.permutation(scene.num_slots // BLOCK_TOKENS)[: -(-n // BLOCK_TOKENS)]
+    return single_run(np.concatenate(rows), 0, blocks.tolist(), BLOCK_TOKENS)
 
 
 def device_times_ms(calls: Sequence[Callable[[], object]]) -> list[float]:
@@ -197,7 +198,7 @@ def _measure(
         "tokens": n,
         "bytes": moved_bytes,
         "page_size_tokens": page_size,
-        "block_size": _BLOCK,
+        "block_size": BLOCK_TOKENS,
         "shape": shape._asdict(),
         "baseline": "torch copy_ of as many bytes, device to device, in turn with the kernels",
         "tuning": {"inject": INJECT._asdict(), "capture": CAPTURE._asdict()},

@@ -1,9 +1,9 @@
 """Exact cosine search over all vectors of a catalog, on the torch device the operator chooses.
 
 Rows belong to exact scopes, known here as integer codes only; a filter arrives as the set of
-codes it covers, and the k best are taken after filtering. Scores are float32. A search waits for the
-device once: product, filter and top-k are queued together and come back in one copy. Knows nothing of
-text and storage.
+codes it covers, and the k best are taken after filtering. Scores are float32. Launching costs a small
+search more than computing: product and filter are one operation on a GPU, top-k another, and ids stay
+on the host. Knows nothing of text and storage.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class VectorIndex:
         table = self._table = _grown(self._table_on(device), end, self.dim, device)
         with table.queue():
             table.vectors[first:end] = table.tensor(unit)
-            table.ids[first:end] = table.tensor(np.asarray(ids, dtype=np.int64))
             table.codes[first:end] = table.tensor(np.asarray(scope_codes, dtype=np.int64))
+        table.ids[first:end] = ids
         self._rows.update(zip(ids, range(first, end), strict=True))
 
     def remove(self, ids: Iterable[int]) -> int:
@@ -125,17 +125,15 @@ class VectorIndex:
         end, kept = len(self._rows), len(self._rows) - len(gone)
         holes = [row for row in gone if row < kept]
         movers = sorted(set(range(kept, end)) - set(gone))
-        moved_ids: list[int] = []
         with table.queue():
-            if holes:
-                moved_ids = table.ids[movers].tolist()
-                for tensor in table.tensors():
-                    tensor[holes] = tensor[movers]
             for tensor in table.tensors():
+                if holes:
+                    tensor[holes] = tensor[movers]
                 tensor[kept:end] = 0
         for id in ids:
             del self._rows[id]
-        self._rows.update(zip(moved_ids, holes, strict=True))
+        table.ids[holes] = table.ids[movers]
+        self._rows.update(zip(table.ids[holes].tolist(), holes, strict=True))
 
     def search(
         self, query: NDArray[np.float32], k: int, scope_codes: Collection[int] | None = None
@@ -187,7 +185,7 @@ class VectorIndex:
 
     def _table_on(self, device: torch.device) -> _Table | None:
         """The table, moved to the device that is used now if it lies on another."""
-        if self._table is not None and self._table.ids.device != device:
+        if self._table is not None and self._table.device != device:
             self._forget_filters()
             self._table = _moved(self._table, device)
         return self._table
@@ -205,18 +203,23 @@ class VectorIndex:
 
 @dataclass(frozen=True)
 class _Table:
-    """vectors float32 [capacity, dim], ids int64 [capacity], codes int64 [capacity], on one device.
+    """vectors float32 [capacity, dim] and codes int64 [capacity] on one device, ids int64 [capacity] on the
+    host.
 
-    stream: where all work on them is queued, on CUDA; threads differ in their current stream.
+    stream: where all work on the device is queued, on CUDA; threads differ in their current stream.
     """
 
     vectors: torch.Tensor
-    ids: torch.Tensor
     codes: torch.Tensor
+    ids: NDArray[np.int64]
     stream: torch.cuda.Stream | None
 
-    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        return self.vectors, self.ids, self.codes
+    @property
+    def device(self) -> torch.device:
+        return self.vectors.device
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.vectors, self.codes
 
     @contextmanager
     def queue(self) -> Iterator[None]:
@@ -234,33 +237,34 @@ class _Table:
         import torch
 
         on_host = torch.from_numpy(np.ascontiguousarray(array))
-        return on_host.to(self.ids.device, non_blocking=True)
+        return on_host.to(self.device, non_blocking=True)
 
 
 def _moved(table: _Table, device: torch.device) -> _Table:
     """A copy on another device, made when all that was queued is done."""
     with table.queue():
-        vectors, ids, codes = (tensor.to(device) for tensor in table.tensors())
-    return _Table(vectors, ids, codes, _stream(device))
+        vectors, codes = (tensor.to(device) for tensor in table.tensors())
+    return _Table(vectors, codes, table.ids, _stream(device))
 
 
 def _grown(table: _Table | None, num_rows: int, dim: int, device: torch.device) -> _Table:
     """A table with room for `num_rows`: the same one, or one of at least twice the capacity."""
     import torch
 
-    if table is not None and table.ids.shape[0] >= num_rows:
+    if table is not None and len(table.ids) >= num_rows:
         return table
-    old = 0 if table is None else table.ids.shape[0]
+    old = 0 if table is None else len(table.ids)
     capacity = max(_FIRST_CAPACITY, 2 * old, num_rows)
     stream = table.stream if table is not None else _stream(device)
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         grown = _Table(
             torch.zeros((capacity, dim), dtype=torch.float32, device=device),
             torch.zeros(capacity, dtype=torch.int64, device=device),
-            torch.zeros(capacity, dtype=torch.int64, device=device),
+            np.zeros(capacity, dtype=np.int64),
             stream,
         )
         if table is not None:
+            grown.ids[:old] = table.ids
             for target, source in zip(grown.tensors(), table.tensors(), strict=True):
                 target[:old] = source
     return grown
@@ -273,10 +277,10 @@ def _stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 class _Filter(NamedTuple):
-    """Some rows of a table of n: their numbers, int64 [m], or what is outside of them, bool [n]."""
+    """Some rows of a table of n: their numbers, int64 [m], or float32 [n], 0 inside and -inf outside."""
 
     rows: torch.Tensor | None
-    outside: torch.Tensor | None
+    penalty: torch.Tensor | None
 
     def size_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self if tensor is not None)
@@ -303,7 +307,9 @@ def _filter_of(table: _Table, count: int, allowed: frozenset[int], max_code: int
         inside = listed == known[0] if len(known) == 1 else ~is_outside[listed]
         return _Filter(torch.from_numpy(np.flatnonzero(inside)), None)
     with table.queue():
-        return _Filter(None, codes != known[0] if len(known) == 1 else table.tensor(is_outside)[codes])
+        outside = codes != known[0] if len(known) == 1 else table.tensor(is_outside)[codes]
+        zeros = torch.zeros(count, dtype=torch.float32, device=codes.device)
+        return _Filter(None, zeros.masked_fill_(outside, -math.inf))
 
 
 def _searched(table: _Table, count: int, within: _Filter | None, unit: NDArray[np.float32], k: int) -> _Found:
@@ -317,34 +323,34 @@ def _searched(table: _Table, count: int, within: _Filter | None, unit: NDArray[n
             return _best(scores, table.ids, within, k)
 
     num_scored = within.num_scored(count) if within is not None else count
-    is_small = num_scored * len(unit) <= _SMALL and table.ids.device.type == "cpu"
+    is_small = num_scored * len(unit) <= _SMALL and table.device.type == "cpu"
     return alone("search", search) if is_small else search()
 
 
 def _scores(vectors: torch.Tensor, within: _Filter | None, query: torch.Tensor) -> torch.Tensor:
-    """Dot products in [-1, 1] of the filter's rows (None: of all) with the query: [n, dim], [dim] → [m].
+    """Dot products of the filter's rows (None: of all) with the query: [n, dim], [dim] → [m].
 
     Without row numbers all n rows are scored, -inf those outside. On a CPU gathering the few rows of one
     user is cheaper than scoring everybody's; gathering many is not.
     """
     if within is None:
-        return (vectors @ query).clamp(-1, 1)
+        return vectors @ query
     if within.rows is None:
-        assert within.outside is not None
-        return (vectors @ query).clamp_(-1, 1).masked_fill_(within.outside, -math.inf)
+        assert within.penalty is not None
+        return within.penalty.addmv(vectors, query)
     if within.num_scored(vectors.shape[0]) < vectors.shape[0]:
-        return (vectors[within.rows] @ query).clamp(-1, 1)
-    return (vectors @ query)[within.rows].clamp(-1, 1)
+        return vectors[within.rows] @ query
+    return (vectors @ query)[within.rows]
 
 
 class _Found(NamedTuple):
-    """Scores float64 [m] and ids int64 [m] on the host."""
+    """Scores float64 [m], in [-1, 1], and ids int64 [m], on the host."""
 
     scores: NDArray[np.float64]
     ids: NDArray[np.int64]
 
 
-def _best(scores: torch.Tensor, ids: torch.Tensor, within: _Filter | None, k: int) -> _Found:
+def _best(scores: torch.Tensor, ids: NDArray[np.int64], within: _Filter | None, k: int) -> _Found:
     """The k best of `scores`, [m] or -inf, and at least all that are equal to the k-th."""
     fetched = scores.topk(min(k + _SPARE, scores.shape[0]))
     found = _fetched(fetched.values, fetched.indices, ids, within)
@@ -357,18 +363,18 @@ def _best(scores: torch.Tensor, ids: torch.Tensor, within: _Filter | None, k: in
     return _fetched(scores[near], near, ids, within)
 
 
-def _fetched(scores: torch.Tensor, places: torch.Tensor, ids: torch.Tensor, within: _Filter | None) -> _Found:
-    """The scores [m] that are finite, with their ids, in their order, in one copy from the device.
+def _fetched(
+    scores: torch.Tensor, places: torch.Tensor, ids: NDArray[np.int64], within: _Filter | None
+) -> _Found:
+    """The scores [m] that are finite, with their ids, in their order.
 
     places: of the scores among the filter's rows, int64 [m].
     """
-    import torch
-
     rows = places if within is None or within.rows is None else within.rows[places]
-    # Both fit into float64 exactly: ids of a catalog stay far below 2^53.
-    copied = torch.stack((scores.double(), ids[rows].double())).cpu().numpy()
-    is_row = copied[0] > -math.inf
-    return _Found(copied[0][is_row], copied[1][is_row].astype(np.int64))
+    found_scores, found_rows = scores.cpu().numpy(), rows.cpu().numpy()
+    is_row = found_scores > -math.inf
+    # Rounding takes a product of unit vectors a little beyond 1.
+    return _Found(found_scores[is_row].astype(np.float64).clip(-1, 1), ids[found_rows[is_row]])
 
 
 def _ranked(found: _Found, k: int) -> list[IndexHit]:

@@ -32,13 +32,12 @@ def padded_length(num_tokens: int, lengths: Sequence[int]) -> int | None:
 
 
 def fill(buffer: torch.Tensor, token_ids: Sequence[int]) -> None:
-    """Write one text into `buffer`, int64 [1 + length]: its number of tokens, its ids, then zeros."""
-    import torch
-
+    """Write one text into `buffer`, on the host, int64 [1 + length]: its number of tokens, its ids, zeros."""
+    numbers = buffer.numpy()  # shares its memory, and takes a list sooner than torch does
     num_tokens = len(token_ids)
-    buffer[0] = num_tokens
-    buffer[1 : 1 + num_tokens] = torch.tensor(token_ids, dtype=torch.int64)
-    buffer[1 + num_tokens :] = 0
+    numbers[0] = num_tokens
+    numbers[1 : 1 + num_tokens] = token_ids
+    numbers[1 + num_tokens :] = 0
 
 
 def embed_padded(network: Network, buffer: torch.Tensor) -> torch.Tensor:
