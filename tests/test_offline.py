@@ -84,6 +84,35 @@ def steps(*numbers: int) -> list[GenerationRequest]:
     return [GenerationRequest([number]) for number in numbers]
 
 
+# --- the prefix cache -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_in_process", [True, False])
+def test_emptying_the_prefix_cache_waits_for_what_was_given_up(
+    engine: OfflineEngine, fake: FakeEngine, is_in_process: bool
+) -> None:
+    """vLLM answers False, and keeps the cache, while blocks of requests are held."""
+    answers = [False, False, True]
+    engine.llm.reset_prefix_cache = lambda: answers.pop(0)
+    fake.engine_core = SimpleNamespace(engine_core=1) if is_in_process else SimpleNamespace()  # type: ignore[attr-defined]
+    engine.reset_prefix_cache()
+    assert (answers, fake.num_steps) == ([], 2 if is_in_process else 0)
+
+
+def test_a_prefix_cache_that_cannot_be_emptied_is_an_error(
+    engine: OfflineEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.llm.reset_prefix_cache = lambda: False
+    engine.llm.llm_engine.engine_core = SimpleNamespace()
+    name = engine.submit(steps(3)[0])
+    with pytest.raises(EngineError, match=r"not emptied.*\(1 are running\).*abort them"):
+        engine.reset_prefix_cache()
+    engine.abort([name])
+    monkeypatch.setattr("inferscale.offline._DRAIN_S", 0.02)
+    with pytest.raises(EngineError, match=r"\(0 are running\)"):
+        engine.reset_prefix_cache()
+
+
 # --- generate -------------------------------------------------------------------------------------
 
 

@@ -30,6 +30,9 @@ from inferscale.errors import EngineError, EngineMissing, InvalidConfig, Invalid
 from inferscale.model_size import model_size
 from inferscale.plan import WIRE_KEY, Order, Plan, salt_of, to_wire
 
+_DRAIN_S = 10.0
+"""How long requests that were given up may hold blocks."""
+
 
 @dataclass(frozen=True)
 class GenerationRequest:
@@ -310,9 +313,22 @@ class OfflineEngine:
         )
 
     def reset_prefix_cache(self) -> None:
-        """Empty vLLM's own prefix cache; the pool stays."""
-        self._llm_engine()
-        self.llm.reset_prefix_cache()
+        """Empty vLLM's own prefix cache; the pool stays.
+
+        vLLM does so only while no request holds blocks; those of requests that were just given up may take
+        another step, which is waited for. Raises EngineError where requests are running.
+        """
+        engine = self._llm_engine()
+        give_up_s = time.perf_counter() + _DRAIN_S
+        while not self.llm.reset_prefix_cache():
+            if self._running or time.perf_counter() > give_up_s:
+                raise EngineError(
+                    "vLLM's prefix cache was not emptied, since requests hold blocks of it "
+                    f"({len(self._running)} are running). Wait for their answers, or abort them."
+                )
+            if hasattr(engine.engine_core, "engine_core"):  # in this process nobody else makes the step
+                engine.step()
+            time.sleep(0.005)
 
     def close(self) -> None:
         """Stop the engine and remove its runtime folder. May be called twice."""
