@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 
 from inferscale.budget import MemoryBudget
 from inferscale.config import ConnectorConfig, default_runtime_dir
-from inferscale.connector.folder_lock import remove_runtime_dir
-from inferscale.connector.refusal import forget_refusal, read_refusal
-from inferscale.connector.residency import ResidencyClient
-from inferscale.connector.secret import load_secret, open_runtime_dir
 from inferscale.engine_budget import find_gpus, free_cpu_bytes, within_budget
 from inferscale.errors import EngineError, EngineMissing, InvalidConfig, InvalidInput
 from inferscale.model_size import model_size
 from inferscale.plan import WIRE_KEY, Order, Plan, salt_of, to_wire
+from inferscale.runtime.folder_lock import remove_runtime_dir
+from inferscale.runtime.refusal import forget_refusal, read_refusal
+from inferscale.runtime.residency import ResidencyClient
+from inferscale.runtime.secret import load_secret, open_runtime_dir
 
 _DRAIN_S = 10.0
 """How long requests that were given up may hold blocks."""

@@ -4,7 +4,7 @@ A `Plan` rides in the request's `kv_transfer_params` under `"inferscale"`. It is
 secret that only the front end and the connector can read (`runtime_dir/secret`), so a plan from
 outside is rejected. This module knows neither vLLM nor torch nor the catalog. It is all that the
 front end and the connector's two sides share of a request; what else they share is in the runtime
-folder (`connector.secret`, `residency`, `refusal`), the settings (`config`) and the fingerprint of
+folder (`runtime`), the settings (`config`) and the fingerprint of
 the model (`connector.compat`).
 
 Wire history

@@ -13,10 +13,10 @@ from symbolic_engine import SymbolicEngine, key_of
 
 from inferscale.config import ConnectorConfig, default_runtime_dir
 from inferscale.connector.connector import connector_config
-from inferscale.connector.folder_lock import LOCK_NAME
 from inferscale.connector.messages import StepReport
 from inferscale.errors import InvalidConfig
 from inferscale.plan import Order, Segment
+from inferscale.runtime.folder_lock import LOCK_NAME
 
 Make = Callable[..., SymbolicEngine]
 

@@ -25,9 +25,9 @@ import pytest
 
 from harness.engine import EngineCache
 from inferscale.config import default_runtime_dir
-from inferscale.connector.residency import ResidencyClient
-from inferscale.connector.secret import load_secret
 from inferscale.plan import WIRE_KEY, Plan, Segment, Span, salt_of, segment_key, to_wire
+from inferscale.runtime.residency import ResidencyClient
+from inferscale.runtime.secret import load_secret
 
 pytestmark = pytest.mark.engine
 

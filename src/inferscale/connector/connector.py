@@ -25,17 +25,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from inferscale.config import ConnectorConfig, default_runtime_dir, from_mapping
 from inferscale.connector import compat
-from inferscale.connector.folder_lock import FolderLock
 from inferscale.connector.messages import StepOrders, StepReport
-from inferscale.connector.refusal import recorded
-from inferscale.connector.residency import ResidencyServer
 from inferscale.connector.scheduler import SchedulerSide
-from inferscale.connector.secret import load_secret, open_runtime_dir
 from inferscale.connector.worker import WorkerSide
 from inferscale.errors import InvalidConfig, UnsupportedLayout
 from inferscale.plan import WIRE_KEY
 from inferscale.pool.slab import num_pages
 from inferscale.pool.table import PageTable
+from inferscale.runtime.folder_lock import FolderLock
+from inferscale.runtime.refusal import recorded
+from inferscale.runtime.residency import ResidencyServer
+from inferscale.runtime.secret import load_secret, open_runtime_dir
 
 logger = logging.getLogger(__name__)
 

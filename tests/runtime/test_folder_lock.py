@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from symbolic_engine import SymbolicEngine
 
-from inferscale.connector.folder_lock import LOCK_NAME, FolderLock, remove_runtime_dir
-from inferscale.connector.refusal import REFUSAL_NAME, read_refusal
-from inferscale.connector.secret import load_secret
 from inferscale.errors import EngineError
+from inferscale.runtime.folder_lock import LOCK_NAME, FolderLock, remove_runtime_dir
+from inferscale.runtime.refusal import REFUSAL_NAME, read_refusal
+from inferscale.runtime.secret import load_secret
 
 
 def fill(folder: Path) -> None:

@@ -11,10 +11,10 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from inferscale.connector.refusal import REFUSAL_NAME
-from inferscale.connector.residency import SOCKET_NAME
-from inferscale.connector.secret import SECRET_NAME
 from inferscale.errors import EngineError
+from inferscale.runtime.refusal import REFUSAL_NAME
+from inferscale.runtime.residency import SOCKET_NAME
+from inferscale.runtime.secret import SECRET_NAME
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from inferscale.connector import compat
-from inferscale.connector.refusal import REFUSAL_NAME, read_refusal, recorded
 from inferscale.errors import InferScaleError, PoolTooLarge
+from inferscale.runtime.refusal import REFUSAL_NAME, read_refusal, recorded
 
 
 def test_a_refusal_is_recorded_and_read_as_its_own_class(tmp_path: Path) -> None:

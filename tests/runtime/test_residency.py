@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from inferscale.connector.residency import ResidencyClient, ResidencyServer
-from inferscale.connector.secret import load_secret, open_runtime_dir
 from inferscale.errors import EngineError
+from inferscale.runtime.residency import ResidencyClient, ResidencyServer
+from inferscale.runtime.secret import load_secret, open_runtime_dir
 
 
 @pytest.fixture
