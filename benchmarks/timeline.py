@@ -84,16 +84,17 @@ def spec_of(arguments: argparse.Namespace) -> Any:
 def measure_host(
     engine: Any, encoding: Any, mode: str, k: int, num_questions: int, clock: Clock, run: Any
 ) -> None:
-    """A row for each stage, one value for each call of it."""
+    """A row for each stage, one value for each request: a stage may be called again for the step behind it."""
+    micros: dict[str, list[float]] = defaultdict(list)
     for number in range(num_questions + WARM_UPS):
-        if number == WARM_UPS:
-            clock.stages.clear()
+        clock.stages.clear()
         ask(engine, encoding, mode, k, number, clock)
+        for stage, seconds in clock.stages.items() if number >= WARM_UPS else ():
+            micros[stage].append(sum(seconds) * 1e6)
     for stage in ("total", *STAGES):
-        micros = [seconds * 1e6 for seconds in clock.stages[stage]]
-        if micros:
-            run.add("host_stage", "us", micros, mode=mode, k=k, config={"stage": stage})
-    medians = {stage: round(statistics.median(times) * 1e6) for stage, times in clock.stages.items() if times}
+        if micros[stage]:
+            run.add("host_stage", "us", micros[stage], mode=mode, k=k, config={"stage": stage})
+    medians = {stage: round(statistics.median(times)) for stage, times in micros.items() if times}
     print(k, mode, medians, flush=True)
 
 
