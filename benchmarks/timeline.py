@@ -84,7 +84,7 @@ def spec_of(arguments: argparse.Namespace) -> Any:
 def measure_host(
     engine: Any, encoding: Any, mode: str, k: int, num_questions: int, clock: Clock, run: Any
 ) -> None:
-    """A row for each stage, one value for each request: a stage may be called again for the step behind it."""
+    """A row for each stage, one value a request: a stage may be called again for the step behind it."""
     micros: dict[str, list[float]] = defaultdict(list)
     for number in range(num_questions + WARM_UPS):
         clock.stages.clear()

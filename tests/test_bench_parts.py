@@ -19,7 +19,7 @@ from inferscale.bench.engine import EngineSpec
 from inferscale.bench.harness import BenchRun, read_rows
 from inferscale.bench.load import StockEngine, drive, drive_steadily
 from inferscale.bench.options import DecodeOptions, E2eOptions, RandomTokens
-from inferscale.chat_result import ChatTimings
+from inferscale.chat_plan import ChatTimings
 from inferscale.errors import EngineError, InvalidInput
 from inferscale.facts import Fact, Scope, SearchHit, Turn
 from inferscale.memory_llm import ChatResult

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fakes import add, open_catalog
-from inferscale import encode_runner
+from inferscale import encode_jobs, encode_runner
 from inferscale.catalog import Catalog
 from inferscale.encode_runner import EncodeProgress, EncodeRunner
 from inferscale.encoder import EncodeJob, Encoder
@@ -104,7 +104,7 @@ def test_everything_is_encoded_and_counted(
     assert (state.done_jobs, state.jobs, state.num_failed, state.stored_facts) == (3, 3, 0, 8)
     assert state.stored_tokens == sum(len(prompts.fact_ids(fact)) for fact in facts)
     assert state.computed_tokens == sum(len(request.token_ids) for request in engine.run)
-    assert runner.resident(list(runner.encoder.keys(f.id for f in facts).values())) <= engine.pool
+    assert runner.jobs.resident(list(runner.encoder.keys(f.id for f in facts).values())) <= engine.pool
     assert len(engine.pool) == 9, "the anchor as well"
     assert runner.encode_new(ANA) == EncodeProgress(0, 0, 0, 0, 0.0)
 
@@ -203,7 +203,7 @@ def test_warm_takes_the_newest_that_fit(
 def test_many_keys_are_asked_for_in_pieces(
     runner: EncodeRunner, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(encode_runner, "_KEYS_AT_ONCE", 3)
+    monkeypatch.setattr(encode_jobs, "_KEYS_AT_ONCE", 3)
     asked: list[int] = []
     resident = engine.resident
 
@@ -213,7 +213,7 @@ def test_many_keys_are_asked_for_in_pieces(
 
     monkeypatch.setattr(engine, "resident", counted)
     engine.pool = {"2", "6"}
-    assert runner.resident([str(number) for number in range(7)]) == {"2", "6"}
+    assert runner.jobs.resident([str(number) for number in range(7)]) == {"2", "6"}
     assert asked == [3, 3, 1]
 
 
@@ -233,7 +233,7 @@ def test_repetitions_keep_what_is_new_in_part() -> None:
         return EncodeJob(ANA, (1,), tuple(Span(key, 0, 1) for key in keys))
 
     jobs = [job("anchor", "a"), job("anchor", "a"), job("anchor", "a", "b"), job("anchor", "b")]
-    assert encode_runner._without_repetitions(jobs) == [jobs[0], jobs[2]]
+    assert encode_jobs.without_repetitions(jobs) == [jobs[0], jobs[2]]
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in another process"])

@@ -20,6 +20,7 @@ from inferscale.plan import (
     Span,
     cache_salt,
     from_wire,
+    salt_of,
     scope_digest,
     segment_key,
     to_wire,
@@ -50,6 +51,7 @@ PLANS = st.builds(
         st.lists(st.tuples(TEXT, st.integers(0, 99)), max_size=3).map(tuple),
     ),
     id=st.text("0123456789abcdef", min_size=1, max_size=16),
+    caller_salt=TEXT,
 )
 
 FULL = Plan(
@@ -137,7 +139,7 @@ def test_another_secret_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    "version", [0, 1, 3, "2", None, [2], 2.5, pytest.param(10**5000, id="huge"), float("nan")]
+    "version", [0, 1, 2, 4, "3", None, [2], 2.5, pytest.param(10**5000, id="huge"), float("nan")]
 )
 def test_other_versions_are_rejected_by_number(version: Any) -> None:
     params = to_wire(FULL, SECRET)
@@ -146,7 +148,7 @@ def test_other_versions_are_rejected_by_number(version: Any) -> None:
         from_wire(params, SECRET)
 
 
-HEAD = ("id", "model", "scope", "epoch", "captures", "order")
+HEAD = ("id", "model", "scope", "epoch", "captures", "order", "caller_salt")
 LINES = ("kinds", "keys", "lengths")
 
 
@@ -233,7 +235,7 @@ JSON = st.recursive(
 
 @given(JSON, st.booleans())
 def test_junk_is_rejected_and_never_anything_else(junk: Any, has_version: bool) -> None:
-    for body in (junk, {"v": 2, "sig": junk}, {"v": 2, "sig": "0" * 64, "plan": junk, "ids": junk}):
+    for body in (junk, {"v": 3, "sig": junk}, {"v": 3, "sig": "0" * 64, "plan": junk, "ids": junk}):
         with pytest.raises(PlanRejected):
             from_wire({WIRE_KEY: body}, SECRET)
     from_wire(junk, SECRET)
@@ -242,19 +244,19 @@ def test_junk_is_rejected_and_never_anything_else(junk: Any, has_version: bool) 
 HOSTILE: dict[str, Callable[[], Any]] = {
     "long text": lambda: "x" * 10**6,
     "list": lambda: [[]],
-    "no signature": lambda: {"v": 2},
-    "signature is null": lambda: {"v": 2, "sig": None},
-    "signature is bytes": lambda: {"v": 2, "sig": b"0"},
-    "signature is not ASCII": lambda: {"v": 2, "sig": "é"},
-    "signature is a lone surrogate": lambda: {"v": 2, "sig": "\ud800"},
-    "set": lambda: {"v": 2, "sig": "0" * 64, "plan": {1, 2}},
-    "NaN": lambda: {"v": 2, "sig": "0" * 64, "plan": float("nan")},
-    "mixed keys": lambda: {"v": 2, "sig": "0" * 64, 1: 2, "a": 3},
-    "lone surrogate": lambda: {"v": 2, "sig": "0" * 64, "plan": "\ud800"},
-    "huge": lambda: {"v": 2, "sig": "0" * 64, "plan": "x" * 10**6},
-    "no hexadecimal": lambda: {"v": 2, "sig": "0" * 64, "plan": "é", "ids": ""},
-    "plan is a list": lambda: {"v": 2, "sig": "0" * 64, "plan": ["AAAA"]},
-    "nested field": lambda: {"v": 2, "sig": "0" * 64, "plan": nested(100_000)},
+    "no signature": lambda: {"v": 3},
+    "signature is null": lambda: {"v": 3, "sig": None},
+    "signature is bytes": lambda: {"v": 3, "sig": b"0"},
+    "signature is not ASCII": lambda: {"v": 3, "sig": "é"},
+    "signature is a lone surrogate": lambda: {"v": 3, "sig": "\ud800"},
+    "set": lambda: {"v": 3, "sig": "0" * 64, "plan": {1, 2}},
+    "NaN": lambda: {"v": 3, "sig": "0" * 64, "plan": float("nan")},
+    "mixed keys": lambda: {"v": 3, "sig": "0" * 64, 1: 2, "a": 3},
+    "lone surrogate": lambda: {"v": 3, "sig": "0" * 64, "plan": "\ud800"},
+    "huge": lambda: {"v": 3, "sig": "0" * 64, "plan": "x" * 10**6},
+    "no hexadecimal": lambda: {"v": 3, "sig": "0" * 64, "plan": "é", "ids": ""},
+    "plan is a list": lambda: {"v": 3, "sig": "0" * 64, "plan": ["AAAA"]},
+    "nested field": lambda: {"v": 3, "sig": "0" * 64, "plan": nested(100_000)},
     "nested version": lambda: {"v": nested(100_000)},
 }
 
@@ -275,7 +277,7 @@ def signed(ids: bytes | None = None, raw: bytes | None = None, **fields: Any) ->
         raw = changed(bytes.fromhex(body["plan"]), **fields)
     if ids is None:
         ids = bytes.fromhex(body["ids"])
-    return {WIRE_KEY: {"v": 2, "plan": raw.hex(), "ids": ids.hex(), "sig": _sign(raw, ids, SECRET)}}
+    return {WIRE_KEY: {"v": 3, "plan": raw.hex(), "ids": ids.hex(), "sig": _sign(raw, ids, SECRET)}}
 
 
 @pytest.mark.parametrize(
@@ -381,6 +383,19 @@ def test_the_salt_depends_on_every_part() -> None:
     assert len(salts) == 24
     assert all(salt.startswith("inferscale-") for salt in salts)
     assert cache_salt(SECRET, "m", "s", 1) == cache_salt(SECRET, "m", "s", 1)
+
+
+def test_the_salt_tells_kinds_and_callers_apart() -> None:
+    salts = {
+        cache_salt(SECRET, "m", "s", epoch, kind, caller)
+        for epoch in (0, 1)
+        for kind in ("inject", "encode", "text")
+        for caller in ("", "a", "b", "\0", "1")
+    }
+    assert len(salts) == 30
+    assert salt_of(Plan("m", "s", 1, caller_salt="a"), SECRET) == cache_salt(
+        SECRET, "m", "s", 1, "inject", "a"
+    )
 
 
 def test_the_salt_depends_on_the_encoder_version(monkeypatch: pytest.MonkeyPatch) -> None:

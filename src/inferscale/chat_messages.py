@@ -19,11 +19,22 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     if isinstance(messages, (str, Mapping)) or not messages:
         raise InvalidInput("there are no messages; give a list with at least one message from the user.")
     read = [_read_message(message) for message in messages]
-    if read[-1]["role"] != "user":
-        raise InvalidInput(f"the last message is from {read[-1]['role']!r}; it must be from the user.")
-    if not text_of(read[-1]).replace("\0", "").strip():
+    if read[-1]["role"] not in ("user", "tool"):
+        raise InvalidInput(
+            f"the last message is from {read[-1]['role']!r}; it must be from the user, or a tool's result."
+        )
+    question = last_user(read)
+    if question < 0:
+        raise InvalidInput("there is no message from the user.")
+    if not text_of(read[question]).replace("\0", "").strip():
         raise EmptyText("the question (the last user message) is blank.")
     return read
+
+
+def last_user(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Index of the last message from the user, which is the question; -1 where there is none."""
+    roles = [message["role"] for message in messages]
+    return len(roles) - 1 - roles[::-1].index("user") if "user" in roles else -1
 
 
 def _read_message(message: Mapping[str, Any]) -> dict[str, Any]:

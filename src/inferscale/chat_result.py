@@ -3,41 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
+from inferscale.chat_plan import ChatTimings, Mode, PreparedChat
 from inferscale.facts import SearchHit
 from inferscale.offline import Generation
-from inferscale.plan import Plan
-from inferscale.planner import Choice
-from inferscale.prompt import Prompt
-
-Mode = Literal["inject", "text", "none"]
-
-
-class ChatTimings(NamedTuple):
-    """Where the time to the first token went, in milliseconds; waiting for other calls is in none of them.
-
-    embed_ms: the question's vector. search_ms: the best facts, their texts and keys. residency_ms:
-    asking the engine which of them are in the pool, and encoding the system text where it was not.
-    prompt_ms: all else before the submission: rendering, tokenization, choice and order of the facts,
-    the plan. engine_ms: from the submission to the first token (`ChatResult.ttft_ms`).
-    """
-
-    embed_ms: float = 0.0
-    search_ms: float = 0.0
-    residency_ms: float = 0.0
-    prompt_ms: float = 0.0
-    engine_ms: float = 0.0
-
-    @property
-    def front_ms(self) -> float:
-        """All that comes before the engine."""
-        return self.embed_ms + self.search_ms + self.residency_ms + self.prompt_ms
-
-    @property
-    def total_ms(self) -> float:
-        """From the question to the first token."""
-        return self.front_ms + self.engine_ms
 
 
 @dataclass(frozen=True)
@@ -67,27 +36,13 @@ class ChatResult:
     timings: ChatTimings = field(default_factory=ChatTimings)
 
 
-class PreparedChat(NamedTuple):
-    """A chat that is ready to run.
-
-    reason: why nothing is injected, where that is unusual. timings: of all but the engine.
-    """
-
-    prompt: Prompt
-    choice: Choice
-    hits: tuple[SearchHit, ...]
-    plan: Plan | None
-    reason: str | None
-    timings: ChatTimings
-
-
 def chat_result(mode: Mode, prepared: PreparedChat, generation: Generation, before_s: float) -> ChatResult:
     """Times and token counts of a finished chat. before_s: from the call of `chat` to the submission."""
     outcome = generation.outcome or {}
     num_prompt = len(prepared.prompt.token_ids)
     num_injected = int(outcome.get("injected_tokens", 0))
     num_cached = int(outcome.get("cached_tokens", generation.num_cached_tokens))
-    num_missing = sum(candidate.num_tokens for candidate in prepared.choice.missing)
+    num_missing = prepared.num_missing_tokens
     if prepared.plan is not None:
         planned = sum(len(segment.token_ids) for segment in prepared.plan.segments)
         num_missing += max(0, planned - num_injected - num_cached)

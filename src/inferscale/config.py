@@ -90,6 +90,9 @@ class ConnectorConfig:
     anywhere; `auto`: fused where it can run and gives the same."""
     compile_injection: bool = True
     """Compile the rotation of the portable injection path with torch.compile where that works."""
+    server: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the server's memory (`ServerConfig`), which the connector passes over: vLLM hands them to
+    both, since a middleware gets no arguments of its own."""
 
     def __post_init__(self) -> None:
         if self.pool_size_bytes != AUTO:
@@ -110,6 +113,10 @@ class ConnectorConfig:
             raise InvalidConfig(
                 f"compile_injection is {self.compile_injection!r}; allowed are true and false without quotes."
             )
+        if not isinstance(self.server, Mapping):
+            raise InvalidConfig(
+                f"server is {self.server!r}; allowed is an object with the server's settings."
+            )
 
     @property
     def is_auto_size(self) -> bool:
@@ -120,6 +127,19 @@ class ConnectorConfig:
     def size_bytes(self) -> int:
         """The pool's size as a number; the default where none was given and nobody decided one."""
         return DEFAULT_POOL_BYTES if self.is_auto_size else int(self.pool_size_bytes)
+
+
+def connector_config(extra: Mapping[str, Any] | None, engine_id: str) -> ConnectorConfig:
+    """The settings in `kv_connector_extra_config` with the runtime folder; the same on every side."""
+    settings = dict(extra or {})
+    if "runtime_dir" not in settings:
+        settings["runtime_dir"] = default_runtime_dir(engine_id)
+    elif settings["runtime_dir"] is None:
+        raise InvalidConfig(
+            "runtime_dir in kv_connector_extra_config is null; give the path of a folder, or leave it out "
+            "for the default of one folder for each engine."
+        )
+    return from_mapping(ConnectorConfig, settings, "kv_connector_extra_config")
 
 
 @dataclass(frozen=True)
@@ -157,6 +177,47 @@ class MemoryConfig:
                 f"embedder_device is {self.embedder_device!r}; allowed are 'auto', 'cpu' and the "
                 "accelerators of this machine, such as 'cuda' or 'cuda:0'."
             )
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """`kv_connector_extra_config["server"]`: the memory of `MemoryMiddleware`. All values are plain JSON."""
+
+    data_dir: str | None = None
+    """Folder of the memory; default as in `MemoryConfig`."""
+    embedder: str | None = None
+    embedder_device: str = AUTO
+    window: int = 20
+    stride: int = 20
+    top_k: int = 50
+    """Facts of a chat that does not say how many."""
+    use_user_field: bool = False
+    """Chats without a `memory` object use the memory of their `user` field."""
+    keys_file: str | None = None
+    """JSON file that binds API keys to tenants (`server.keys`)."""
+    allow_remote_without_key: bool = False
+    """Answer memory routes on other addresses than this machine's own although no API key is set."""
+
+    def __post_init__(self) -> None:
+        _check_int(self.window, "server.window", 0)
+        _check_int(self.stride, "server.stride", 1)
+        _check_int(self.top_k, "server.top_k", 0)
+        for name in ("data_dir", "embedder", "keys_file"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise InvalidConfig(f"server.{name} is {value!r}; allowed are texts. Leave it out for none.")
+        for name in ("use_user_field", "allow_remote_without_key"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidConfig(f"server.{name} is {getattr(self, name)!r}; allowed are true and false.")
+
+    @property
+    def memory(self) -> MemoryConfig:
+        folder = {} if self.data_dir is None else {"data_dir": self.data_dir}
+        return MemoryConfig(embedder=self.embedder, embedder_device=self.embedder_device, **folder)
+
+    @property
+    def encoding(self) -> EncodingConfig:
+        return EncodingConfig(self.window, self.stride)
 
 
 def default_data_dir() -> Path:

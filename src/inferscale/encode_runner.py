@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
+from inferscale.encode_jobs import JobChooser, without_repetitions
 from inferscale.encoder import EncodeJob, Encoder
 from inferscale.facts import Fact, Scope
 from inferscale.offline import Generation, GenerationRequest, OfflineEngine
@@ -25,7 +26,6 @@ logger = logging.getLogger(__name__)
 _STEPS_IN_FLIGHT = 3
 """Full steps of the engine that are submitted ahead: one runs, the others wait for it."""
 _MAX_JOBS_IN_FLIGHT = 256
-_KEYS_AT_ONCE = 10_000
 _PROGRESS_EVERY_S = 0.5
 # A pass is run for its KV; the token that it generates is not even turned into text.
 _SAMPLING = {"detokenize": False}
@@ -66,15 +66,7 @@ class EncodeRunner:
     def __init__(self, engine: OfflineEngine, encoder: Encoder) -> None:
         self.engine = engine
         self.encoder = encoder
-
-    def resident(self, keys: Sequence[str]) -> set[str]:
-        """Which of the keys are in the pool. Raises EngineError where the engine does not answer."""
-        there: set[str] = set()
-        for start in range(0, len(keys), _KEYS_AT_ONCE):
-            asked = list(keys[start : start + _KEYS_AT_ONCE])
-            answers = self.engine.residency.resident(asked)
-            there.update(key for key, yes in zip(asked, answers, strict=True) if yes)
-        return there
+        self.jobs = JobChooser(encoder, engine.residency)
 
     def encode_new(self, scope: Scope, progress: Progress | None = None) -> EncodeProgress:
         """Encode what was never encoded in this scope."""
@@ -82,38 +74,11 @@ class EncodeRunner:
 
     def repair(self, scope: Scope, missing: Sequence[Fact]) -> EncodeProgress:
         """Run the passes that hold the missing facts, new ones where a fact was never encoded."""
-        ids = {fact.id for fact in missing}
-        jobs = self.encoder.new_jobs(scope, ids)
-        return self.run([*jobs, *self._rebuilds(ids, jobs)])
+        return self.run(self.jobs.for_repair(scope, {fact.id for fact in missing}))
 
     def warm(self, scope: Scope, progress: Progress | None = None) -> EncodeProgress:
         """Encode every fact of the scope that is not resident, as far as the pool has free pages."""
-        jobs = self.encoder.new_jobs(scope)
-        facts = self.encoder.catalog.facts(scope)
-        keys = self.encoder.keys(fact.id for fact in facts)
-        there = self.resident(list(keys.values()))
-        jobs += self._rebuilds((id for id, key in keys.items() if key not in there), jobs)
-        return self.run(self._fitting(jobs), progress)
-
-    def _rebuilds(self, fact_ids: Iterable[str], jobs: Sequence[EncodeJob]) -> list[EncodeJob]:
-        planned = {span.key for job in jobs for span in job.captures}
-        keys = self.encoder.keys(fact_ids)
-        return self.encoder.rebuild_jobs(id for id, key in keys.items() if key not in planned)
-
-    def _fitting(self, jobs: list[EncodeJob]) -> list[EncodeJob]:
-        """The newest jobs that fit into the pool's free pages, in their order."""
-        stats = self.engine.residency.stats()
-        pages, size = stats["free_pages"], stats["page_size_tokens"]
-        there = self.resident(list({span.key for job in jobs for span in job.captures}))
-        kept = []
-        for job in reversed(jobs):
-            new = {span.key: span.end - span.start for span in job.captures if span.key not in there}
-            pages -= sum(-(-num_tokens // size) for num_tokens in new.values())
-            there.update(new)
-            if pages < 0:
-                break
-            kept.append(job)
-        return kept[::-1]
+        return self.run(self.jobs.to_warm(scope), progress)
 
     def run(self, jobs: Sequence[EncodeJob], progress: Progress | None = None) -> EncodeProgress:
         """Run jobs; `progress` is called as they finish, at most every half second, and at the end.
@@ -121,7 +86,7 @@ class EncodeRunner:
         A job all of whose spans earlier ones capture, as where two scopes hold the same
         conversation, is left out. An error of the engine comes out; what was captured before stays.
         """
-        jobs = _without_repetitions(jobs)
+        jobs = without_repetitions(jobs)
         start_s = told_s = time.perf_counter()
         state = EncodeProgress(0, len(jobs), 0, 0, 0.0)
         sent: list[EncodeJob] = []
@@ -160,18 +125,6 @@ class EncodeRunner:
                 continue
             sent.append(job)
             yield GenerationRequest(job.token_ids, plan=self.encoder.plan_of(job), sampling=_SAMPLING)
-
-
-def _without_repetitions(jobs: Iterable[EncodeJob]) -> list[EncodeJob]:
-    """Jobs without those that would capture nothing new."""
-    kept: list[EncodeJob] = []
-    captured: set[str] = set()
-    for job in jobs:
-        keys = [span.key for span in job.captures]
-        if not captured.issuperset(keys):
-            kept.append(job)
-            captured.update(keys)
-    return kept
 
 
 def _after(state: EncodeProgress, job: EncodeJob, result: Generation, seconds: float) -> EncodeProgress:

@@ -15,16 +15,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
 from inferscale.catalog import Deletion
-from inferscale.chat_result import ChatResult, ChatTimings, Mode, PreparedChat, chat_result
+from inferscale.chat_plan import ChatPlanner, ChatTimings, Mode, Residents, digest_of, facts_of
+from inferscale.chat_result import ChatResult, chat_result
 from inferscale.config import ConnectorConfig, EncodingConfig, MemoryConfig
 from inferscale.encode_runner import EncodeProgress, EncodeRunner, Progress
 from inferscale.encoder import Encoder
@@ -33,15 +33,12 @@ from inferscale.errors import (
     EngineMissing,
     InvalidConfig,
     InvalidInput,
-    TextTooLong,
-    UnknownScope,
 )
-from inferscale.facts import Fact, Scope, SearchHit, Turn
-from inferscale.memory import Memory, Recall
+from inferscale.facts import Fact, Scope, SearchHit
+from inferscale.memory import Memory
 from inferscale.offline import Generation, GenerationRequest, OfflineEngine
-from inferscale.plan import Order, Plan, Segment, scope_digest
-from inferscale.planner import Candidate, Choice, choose
-from inferscale.prompt import DEFAULT_SYSTEM, Draft, Prompt, PromptBuilder
+from inferscale.plan import Order
+from inferscale.prompt import DEFAULT_SYSTEM, PromptBuilder
 from inferscale.retrieval import Embedder
 from inferscale.turns import Content, read_scope
 from inferscale.windows import WindowPolicy
@@ -88,7 +85,6 @@ class MemoryLLM:
         self.prompts = PromptBuilder(_tokenizer(str(model), engine_args or {}), default_system=default_system)
         self._owns_memory = not isinstance(memory, Memory)
         self.memory = memory if isinstance(memory, Memory) else Memory(memory, embedder=embedder)
-        self.memory.check_text = self._check_length
         self.repair_after_chat = repair_after_chat
         self.engine = OfflineEngine(model, connector, engine_args)
         self.encoder = Encoder(
@@ -99,7 +95,8 @@ class MemoryLLM:
             self.engine.max_model_len - 1,
         )
         self.runner = EncodeRunner(self.engine, self.encoder)
-        self._head_key = lru_cache(maxsize=64)(self.encoder.head_key)
+        self.planner = ChatPlanner(self.memory, self.encoder, self.engine.max_model_len, self._ask_resident)
+        self.memory.check_text = self.planner.check_length
         self._lock = threading.RLock()
 
     # memory -----------------------------------------------------------------------------------
@@ -151,7 +148,7 @@ class MemoryLLM:
         """Remove a fact and every KV that attended to it, in the catalog and in the engine."""
         with self._lock:
             deletion = self.memory.delete(fact_id)
-            epochs = tuple((_digest(item.scope), item.epoch) for item in deletion.epochs)
+            epochs = tuple((digest_of(item.scope), item.epoch) for item in deletion.epochs)
             self.engine.order(Order("forget", tuple(deletion.keys), epochs))
         return deletion
 
@@ -205,7 +202,8 @@ class MemoryLLM:
         scope = Scope() if mode == "none" else read_scope(user_id, agent_id, run_id)
         listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         with self._lock:
-            prepared = self._prepare(listed, scope, top_k, mode, tail, max_tokens)
+            draft = self.prompts.draft(listed)
+            prepared = self.planner.prepare(draft, scope, top_k, mode, tail, max_tokens)
             request = GenerationRequest(
                 prepared.prompt.token_ids, max_tokens, prepared.plan, temperature, sampling or {}
             )
@@ -214,7 +212,7 @@ class MemoryLLM:
             result = chat_result(mode, prepared, generation, submitted_s - start_s)
             if mode == "inject" and self.repair_after_chat and prepared.choice.missing:
                 with _only_logged("Encoding missing facts"):
-                    self.runner.repair(scope, _facts(prepared.choice.missing))
+                    self.runner.repair(scope, facts_of(prepared.choice.missing))
         return result
 
     def _generate(self, request: GenerationRequest) -> Generation:
@@ -229,117 +227,21 @@ class MemoryLLM:
             raise EngineError("The engine failed the request; its log says why.")
         return generation
 
-    def _prepare(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        scope: Scope,
-        top_k: int,
-        mode: Mode,
-        tail: int,
-        max_tokens: int,
-    ) -> PreparedChat:
-        start_s = time.perf_counter()
-        draft = self.prompts.draft(messages)
-        recall = _NOTHING if mode == "none" else self._recall(draft.question, scope, top_k, mode)
-        there, reason, residency_ms = set[str](), None, 0.0
-        if mode == "inject" and recall.hits:
-            head = draft.head_ids
-            asked_s = time.perf_counter()
-            there, reason = self._resident(head, list(recall.keys.values()))
-            residency_ms = (time.perf_counter() - asked_s) * 1e3
-        candidates = [self._candidate(hit, recall.keys, there) for hit in recall.hits]
-        limit = self.engine.max_model_len - max_tokens
-        choice, prompt = self._fitted(draft, candidates, tail, limit, needs_residency=mode == "inject")
-        plan = None
-        if mode == "inject" and choice.front:
-            plan = self._plan(scope, recall.epoch, choice, prompt)
-        timings = ChatTimings(recall.embed_ms, recall.search_ms, residency_ms)
-        prompt_ms = (time.perf_counter() - start_s) * 1e3 - timings.front_ms
-        return PreparedChat(prompt, choice, recall.hits, plan, reason, timings._replace(prompt_ms=prompt_ms))
-
-    def _recall(self, question: str, scope: Scope, top_k: int, mode: Mode) -> Recall:
-        """The facts found, with the keys of their KV where it shall be injected."""
-        try:
-            model = self.encoder.encodings_of if mode == "inject" else None
-            return self.memory.recall(question, scope, top_k, model)
-        except UnknownScope:
-            return _NOTHING
-
-    def _candidate(self, hit: SearchHit, keys: Mapping[str, str], there: Set[str]) -> Candidate:
-        key = keys.get(hit.fact.id)
-        return Candidate(hit.fact, len(self.prompts.fact_ids(hit.fact)), key if key in there else None)
-
-    def _resident(self, head: tuple[int, ...], keys: list[str]) -> tuple[set[str], str | None]:
-        """Which of the keys can be injected; why none can, where that is unusual."""
-        try:
-            return self._resident_behind_head(head, keys), None
-        except EngineError as error:
-            logger.warning("Facts are prefilled as text: %s", error)
-            return set(), "the engine did not say which facts are in the pool"
-
-    def _resident_behind_head(self, head: tuple[int, ...], keys: list[str]) -> set[str]:
-        """Resident keys, once the text in front of all facts is resident as well.
+    def _ask_resident(self, head: tuple[int, ...], head_key: str, keys: Sequence[str]) -> Residents:
+        """The resident keys, once the text in front of all facts is resident as well.
 
         That text is encoded first where the pool lacks it, and only then are the facts asked for:
         its capture may have pushed one out.
         """
-        head_key = self._head_key(head)
-        there = self.runner.resident([head_key, *keys])
-        if head_key not in there and there:
-            self.runner.run([self.encoder.head_job(head)])
-            there = self.runner.resident([head_key, *keys])
-        return there if head_key in there else set()
-
-    def _fitted(
-        self, draft: Draft, candidates: Sequence[Candidate], tail: int, limit: int, *, needs_residency: bool
-    ) -> tuple[Choice, Prompt]:
-        """The facts that fit into `limit` tokens together with the messages, and their prompt.
-
-        As a rule all of them fit beside what the template was rendered to; only else is the prompt
-        without facts rendered to learn how much room there is. Raises TextTooLong.
-        """
-        if candidates:
-            room = limit - draft.num_tokens
-            choice = choose(candidates, tail=tail, budget_tokens=room, needs_residency=needs_residency)
-            if not choice.num_left_out:
-                prompt = draft.build(_facts(choice.front), _facts(choice.tail))
-                if len(prompt.token_ids) <= limit:
-                    return choice, prompt
-        without_facts = draft.build()
-        room = limit - len(without_facts.token_ids)
-        if room < 0:
-            raise TextTooLong(
-                f"The messages and max_tokens={self.engine.max_model_len - limit} need {-room} tokens more "
-                f"than the model's max_model_len={self.engine.max_model_len}. Shorten the messages or lower "
-                "max_tokens."
-            )
-        while True:
-            choice = choose(candidates, tail=tail, budget_tokens=room, needs_residency=needs_residency)
-            if not (choice.front or choice.tail):
-                return choice, without_facts
-            prompt = draft.build(_facts(choice.front), _facts(choice.tail))
-            excess = len(prompt.token_ids) - limit
-            if excess <= 0:
-                return choice, prompt
-            room -= excess  # headings around the facts
-
-    def _plan(self, scope: Scope, epoch: int, choice: Choice, prompt: Prompt) -> Plan:
-        """Head and front facts as segments."""
-        head = prompt.head_ids
-        segments = [Segment(self._head_key(head), head, "text")]
-        for candidate in choice.front:
-            assert candidate.key is not None
-            segments.append(Segment(candidate.key, self.prompts.fact_ids(candidate.fact), "fact"))
-        return Plan(self.engine.fingerprint, _digest(scope), epoch, segments=tuple(segments))
-
-    def _check_length(self, turn: Turn) -> None:
-        fact = Fact("", 0, Scope(), turn.text, turn.speaker, turn.said_at)
-        num_tokens, anchor = len(self.prompts.fact_ids(fact)), len(self.prompts.anchor_ids)
-        if num_tokens + anchor > self.encoder.max_tokens:
-            raise TextTooLong(
-                f"A text has {num_tokens} tokens; behind the {anchor} tokens of the anchor the model can "
-                f"encode {self.encoder.max_tokens - anchor}. Split it. Nothing was stored."
-            )
+        try:
+            there = self.runner.jobs.resident([head_key, *keys])
+            if head_key not in there and there:
+                self.runner.run([self.encoder.head_job(head)])
+                there = self.runner.jobs.resident([head_key, *keys])
+            return Residents(there if head_key in there else frozenset())
+        except EngineError as error:
+            logger.warning("Facts are prefilled as text: %s", error)
+            return Residents(frozenset(), "the engine did not say which facts are in the pool")
 
     def stats(self) -> dict[str, Any]:
         """The connector's counters and the pool's sizes."""
@@ -358,9 +260,6 @@ class MemoryLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-_NOTHING = Recall((), {}, 0, 0.0, 0.0)
 
 
 @contextmanager
@@ -387,11 +286,3 @@ def _tokenizer(model: str, engine_args: Mapping[str, Any]) -> Any:
             f"The tokenizer of {model!r} cannot be loaded; give a folder with a model and its tokenizer, "
             f"or the name of one on a hub that can be reached. ({str(error).splitlines()[0]})"
         ) from error
-
-
-def _digest(scope: Scope) -> str:
-    return scope_digest(scope.user_id, scope.agent_id, scope.run_id)
-
-
-def _facts(candidates: Sequence[Candidate]) -> list[Fact]:
-    return [candidate.fact for candidate in candidates]

@@ -12,6 +12,7 @@ Wire history
     2   columns as hexadecimal text, and the ids apart from them; one signature over both. Where the prompt
         begins with the segments, as nearly always, that signature is checked with the prompt's own ids: it
         then shows at once that the plan is ours and that the segments stand there
+    3   the caller's own cache salt
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ from typing import Any, Literal, cast, overload
 from inferscale.errors import PlanRejected
 
 WIRE_KEY = "inferscale"
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 ENCODER_VERSION = 1
 """Raised whenever the way a fact is rendered or encoded changes: old keys are then never reused."""
 
 SegmentKind = Literal["text", "fact", "turn"]
+SaltKind = Literal["inject", "encode", "text"]
 OrderOp = Literal["forget", "stats"]
 
 _LETTER_OF: dict[SegmentKind, str] = {"text": "x", "fact": "f", "turn": "t"}
@@ -143,7 +145,8 @@ class Plan:
     """What the connector shall do for one request.
 
     id: chosen by the front end; the outcome is asked for under it. model: fingerprint of the
-    served model. scope: digest of the memory scope. epoch: the scope's memory epoch.
+    served model. scope: digest of the memory scope. epoch: the scope's memory epoch. caller_salt: the
+    caller's own `cache_salt`, which becomes part of ours.
     """
 
     model: str
@@ -153,6 +156,7 @@ class Plan:
     captures: tuple[Span, ...] = ()
     order: Order | None = None
     id: str = ""
+    caller_salt: str = ""
 
     def __post_init__(self) -> None:
         if not self.id:
@@ -184,16 +188,20 @@ def segment_key(model: str, prefix_ids: Sequence[int], token_ids: Sequence[int])
     return digest.hexdigest()
 
 
-def cache_salt(secret: bytes, model: str, scope: str, epoch: int, *, is_encoding: bool = False) -> str:
-    """Salt of vLLM's prefix cache for requests that inject (or, with `is_encoding`, that capture only).
+def cache_salt(
+    secret: bytes, model: str, scope: str, epoch: int, kind: SaltKind = "inject", caller_salt: str = ""
+) -> str:
+    """Salt of vLLM's prefix cache for requests of a scope that inject, capture only (`encode`), or have the
+    scope's facts as plain text.
 
     Blocks with injected KV are found again only by requests of the same scope and epoch, and
     never by an exact request: without the secret the salt cannot be guessed. Nor by an encode pass:
-    what it captures must have seen exactly the tokens of its pass, since its key says so.
+    what it captures must have seen exactly the tokens of its pass, since its key says so. Nor by the same
+    facts as text. What the caller salts its requests with keeps them apart from its others as well.
     """
-    kind = "encode" if is_encoding else "salt"
-    text = f"{kind}\0{ENCODER_VERSION}\0{model}\0{scope}\0{epoch}"
-    return _salt(secret, text)
+    name = "salt" if kind == "inject" else kind
+    text = f"{name}\0{ENCODER_VERSION}\0{model}\0{scope}\0{epoch}"
+    return _salt(secret, f"{text}\0{caller_salt}" if caller_salt else text)
 
 
 @lru_cache(maxsize=4096)
@@ -203,8 +211,8 @@ def _salt(secret: bytes, text: str) -> str:
 
 def salt_of(plan: Plan, secret: bytes) -> str:
     """The salt that the request of `plan` must carry."""
-    is_encoding = bool(plan.captures) and not plan.segments
-    return cache_salt(secret, plan.model, plan.scope, plan.epoch, is_encoding=is_encoding)
+    kind: SaltKind = "encode" if plan.captures and not plan.segments else "inject"
+    return cache_salt(secret, plan.model, plan.scope, plan.epoch, kind, plan.caller_salt)
 
 
 def to_wire(plan: Plan, secret: bytes) -> dict[str, Any]:
@@ -217,6 +225,7 @@ def to_wire(plan: Plan, secret: bytes) -> dict[str, Any]:
         plan.epoch,
         [[c.key, c.start, c.end] for c in plan.captures],
         None if order is None else [order.op, list(order.keys), [list(epoch) for epoch in order.epochs]],
+        plan.caller_salt,
     ]
     keys = ",".join(table.keys)
     if table.keys and (keys.count(",") != len(table.keys) - 1 or "\n" in keys):
@@ -264,7 +273,7 @@ def from_wire(params: object, secret: bytes, prompt_ids: Sequence[int] = ()) -> 
         raise PlanRejected("the plan's signature is wrong: it was not made by this server's front end.")
     try:
         head, kinds, keys, packed_lengths = raw.split(b"\n", 3)
-        plan_id, model, scope, epoch, captures, order = json.loads(head)
+        plan_id, model, scope, epoch, captures, order, caller_salt = json.loads(head)
         segments = Segments(
             keys.decode().split(",") if kinds else [],
             _unpack(packed_lengths),
@@ -280,6 +289,7 @@ def from_wire(params: object, secret: bytes, prompt_ids: Sequence[int] = ()) -> 
             captures=tuple([Span(str(key), int(start), int(end)) for key, start, end in captures]),
             order=None if order is None else _read_order(order),
             id=str(plan_id),
+            caller_salt=str(caller_salt),
         )
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise PlanRejected(f"the plan is malformed: {error}.") from error

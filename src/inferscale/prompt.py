@@ -18,6 +18,7 @@ Decided here:
   in where there is none, also in place of a default of the template itself (SmolLM2 has one).
 - A template without a system role, or that shows it behind a user message, gets system text and
   facts at the start of the first user message.
+- The question is the last user message. What follows it (tool calls and their results) stays behind it.
 - The anchor is rendered with a fixed date: a template that prints today's would otherwise change
   every key each day.
 
@@ -36,7 +37,7 @@ from typing import Any, Literal, NamedTuple
 
 from jinja2 import TemplateError
 
-from inferscale.chat_messages import developer_to_system, prepend, read_messages, text_of
+from inferscale.chat_messages import developer_to_system, last_user, prepend, read_messages, text_of
 from inferscale.errors import EngineError, InvalidInput
 from inferscale.facts import Fact
 from inferscale.tokenization import SegmentTokenizer
@@ -149,12 +150,16 @@ class PromptBuilder:
     def _tokenized_line(self, text: str, speaker: str | None, said_at: str | None) -> tuple[int, ...]:
         return self._encoder.data(_line(text, speaker, said_at))
 
+    def _neutral_line(self, fact: Fact) -> str:
+        """A fact's line in which no control token is found, however it is tokenized."""
+        return self._encoder.neutral(render_fact(fact))
+
     def draft(
         self, messages: Sequence[Mapping[str, Any]], *, template_kwargs: Mapping[str, Any] | None = None
     ) -> Draft:
         """The prompt for `messages` before its facts are chosen; see `build`, which raises the same."""
         read = read_messages(messages)
-        question = text_of(read[-1])
+        question = text_of(read[last_user(read)])
         if "developer" not in self._template:
             read = developer_to_system(read)
         return Draft(self, read, question, dict(template_kwargs or {}))
@@ -170,7 +175,8 @@ class PromptBuilder:
         """The prompt for `messages` with `facts` in front and `tail` before the question.
 
         messages: chat messages in OpenAI's form, content as text or text parts, the last one from
-        the user. facts, tail: in prompt order, best last. template_kwargs: for the chat template,
+        the user, or behind that one tool calls and their results. facts, tail: in prompt order, best
+        last. template_kwargs: for the chat template,
         such as `tools` or `enable_thinking`.
 
         Raises InvalidInput for messages that cannot be used, EmptyText for a blank question, and
@@ -216,7 +222,7 @@ class PromptBuilder:
         if facts_mark is not None:
             opening += f"\n\n{self.heading}\n{facts_mark}"
         rest = [dict(message) for message in messages if message["role"] != "system"]
-        prepend(rest[-1], tail_mark)
+        prepend(rest[last_user(rest)], tail_mark)
         if self.has_system_role:
             return [{"role": "system", "content": [opening]}, *rest]
         first = next(message for message in rest if message["role"] == "user")
@@ -256,7 +262,7 @@ class PromptBuilder:
 class Draft:
     """A prompt whose facts are not chosen yet: the chat template is rendered once for it, on first use.
 
-    Made by `PromptBuilder.draft`. question: text of the last message, which memory is searched for.
+    Made by `PromptBuilder.draft`. question: text of the last user message, which memory is searched for.
     """
 
     def __init__(
@@ -308,6 +314,33 @@ class Draft:
         head_ids = rendered.head if facts else ()
         return Prompt(tuple(ids), head_ids, fact_spans, history, tail_spans, tail_token_count)
 
+    def rewritten(
+        self, messages: Sequence[Mapping[str, Any]], facts: Sequence[Fact], tail: Sequence[Fact]
+    ) -> list[dict[str, Any]]:
+        """`messages` with the memory of `build` written into them, for a server that renders them itself.
+
+        messages: those that the draft was made of; fields of theirs that memory has no use for stay. Where no
+        fact holds a control string, the rendered text is that of `build`'s ids; such a string gets a space.
+        """
+        builder = self._builder
+        copies = [dict(message) for message in messages]
+        if not facts and not tail:
+            return copies
+        if tail:
+            lines = "".join(builder._neutral_line(fact) for fact in tail)
+            _prepend_text(copies[last_user(copies)], f"{builder.tail_heading}\n{lines}\n")
+        system = [text_of(message) for message in self._messages if message["role"] == "system"]
+        opening = "\n\n".join(text for text in system if text.strip()) or builder.default_system
+        if facts:
+            opening += f"\n\n{builder.heading}\n" + "".join(map(builder._neutral_line, facts))
+        merged = {"system"} if "developer" in builder._template else {"system", "developer"}
+        rest = [message for message in copies if message["role"] not in merged]
+        if builder.has_system_role:
+            return [{"role": "system", "content": opening}, *rest]
+        first = next(message for message in rest if message["role"] == "user")
+        _prepend_text(first, opening + ("\n" if facts else "\n\n"))
+        return rest
+
     def _append(self, ids: list[int], facts: Sequence[Fact]) -> tuple[FactSpan, ...]:
         spans = []
         for fact in facts:
@@ -334,6 +367,21 @@ class Draft:
         return _Rendered(
             head, builder._text_ids(pieces.between), builder._encoder.text(pieces.after), pieces.after
         )
+
+
+def _prepend_text(message: dict[str, Any], text: str) -> None:
+    """Put `text` in front of a message's content in OpenAI's form, which may be a list of parts."""
+    content = message.get("content")
+    if isinstance(content, str) or content is None:
+        message["content"] = text + (content or "")
+        return
+    first, *others = content or [""]
+    if isinstance(first, str):
+        message["content"] = [text + first, *others]
+    elif isinstance(first.get("text"), str):
+        message["content"] = [{**first, "text": text + first["text"]}, *others]
+    else:
+        message["content"] = [{"type": "text", "text": text}, first, *others]
 
 
 class _Pieces(NamedTuple):

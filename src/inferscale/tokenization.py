@@ -67,6 +67,10 @@ class SegmentTokenizer:
         ids = self._data.encode(" ".join(pieces), add_special_tokens=False).ids
         return tuple(i for i in ids if i not in self._control_ids)
 
+    def neutral(self, text: str) -> str:
+        """`text` with a space in every control string, so that a parser of control tokens finds none."""
+        return " ".join(piece for piece in self._cuts.split(_valid(text)) if piece)
+
 
 def _unknown_token(model: Mapping[str, Any]) -> str | None:
     """The token for characters outside the vocabulary; data may hold it."""

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from symbolic_engine import SymbolicEngine, key_of
 
-from inferscale.config import ConnectorConfig, default_runtime_dir
-from inferscale.connector.connector import connector_config
+from inferscale.config import ConnectorConfig, connector_config, default_runtime_dir
 from inferscale.connector.messages import StepReport
 from inferscale.errors import InvalidConfig
 from inferscale.plan import Order, Segment
@@ -295,11 +294,11 @@ def test_reports_of_ranks_are_merged() -> None:
 def test_settings_of_vllms_flag_that_are_wrong_are_refused(settings: dict[str, Any], match: str) -> None:
     transfer = SimpleNamespace(kv_connector_extra_config=settings, engine_id="e")
     with pytest.raises(InvalidConfig, match=match):
-        connector_config(transfer)
+        connector_config(transfer.kv_connector_extra_config, transfer.engine_id)
 
 
 def test_settings_that_are_left_out_have_defaults() -> None:
-    config = connector_config(SimpleNamespace(kv_connector_extra_config=None, engine_id="e"))
+    config = connector_config(None, "e")
     assert config == ConnectorConfig(runtime_dir=default_runtime_dir("e"))
 
 

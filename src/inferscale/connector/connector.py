@@ -23,7 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from inferscale.config import ConnectorConfig, default_runtime_dir, from_mapping
+from inferscale.config import connector_config
 from inferscale.connector import compat
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.scheduler import SchedulerSide
@@ -67,25 +67,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return WorkerReport(self.report.merge(other.report))
 
 
-def connector_config(kv_transfer_config: Any) -> ConnectorConfig:
-    """The connector's settings, with the runtime folder filled in; the same on every side."""
-    settings = dict(kv_transfer_config.kv_connector_extra_config or {})
-    if "runtime_dir" not in settings:
-        settings["runtime_dir"] = default_runtime_dir(str(kv_transfer_config.engine_id))
-    elif settings["runtime_dir"] is None:
-        raise InvalidConfig(
-            "runtime_dir in kv_connector_extra_config is null; give the path of a folder, or leave it out "
-            "for the default of one folder for each engine."
-        )
-    return from_mapping(ConnectorConfig, settings, "kv_connector_extra_config")
-
-
 class InferScaleConnector(KVConnectorBase_V1):
     """Memory for vLLM: captures KV of segments, injects them into later prompts."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self.config = connector_config(vllm_config.kv_transfer_config)
+        transfer = vllm_config.kv_transfer_config
+        self.config = connector_config(transfer.kv_connector_extra_config, str(transfer.engine_id))
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         self._server: ResidencyServer | None = None

@@ -357,7 +357,9 @@ class SchedulerSide:
             return {"outcome": outcome}
         if op == "stats":
             return {"stats": self.stats()}
-        raise ValueError(f"unknown op {op!r}; known are 'residency', 'outcome' and 'stats'")
+        if op == "engine":
+            return {"engine": {"model": self.model}}
+        raise ValueError(f"unknown op {op!r}; known are 'residency', 'outcome', 'stats' and 'engine'")
 
     def reset(self) -> None:
         """Forget all segments (vLLM's `reset_prefix_cache(reset_connector=True)`)."""

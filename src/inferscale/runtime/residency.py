@@ -5,6 +5,7 @@ The scheduler side answers; the front end asks. One JSON object a line each way:
     {"op": "residency", "keys": [...]}   → {"resident": [true, ...]}
     {"op": "outcome", "id": "..."}       → {"outcome": {...} | null}
     {"op": "stats"}                      → {"stats": {...}}
+    {"op": "engine"}                     → {"engine": {"model": "fingerprint"}}
 
 An answer may be one step old: a plan's segments are looked up again when vLLM allocates, and what
 went away in between is prefilled.
@@ -112,6 +113,10 @@ class ResidencyClient:
     def stats(self) -> dict[str, Any]:
         stats: dict[str, Any] = self._ask({"op": "stats"})["stats"]
         return stats
+
+    def model(self) -> str:
+        """Fingerprint of the served model."""
+        return str(self._ask({"op": "engine"})["engine"]["model"])
 
     def close(self) -> None:
         with self._lock:

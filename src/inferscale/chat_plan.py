@@ -1,0 +1,217 @@
+"""From a chat's messages to a prompt with memory and the plan that injects it.
+
+search → which of the facts found are in the pool → `planner.choose` → `Draft.build` → `Plan`. Both front
+ends go this way, `MemoryLLM` and the server; they differ in how they ask the engine (`AskResident`). Runs no
+request.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence, Set
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from inferscale.encoder import Encoder
+from inferscale.errors import TextTooLong, UnknownScope
+from inferscale.facts import Fact, Scope, SearchHit, Turn
+from inferscale.memory import Memory, Recall
+from inferscale.plan import Plan, Segment, scope_digest
+from inferscale.planner import Candidate, Choice, choose
+from inferscale.prompt import Draft, Prompt
+
+Mode = Literal["inject", "text", "none"]
+
+
+class ChatTimings(NamedTuple):
+    """Where the time to the first token went, in milliseconds; waiting for other calls is in none of them.
+
+    embed_ms: the question's vector. search_ms: the best facts, their texts and keys. residency_ms:
+    asking the engine which of them are in the pool, and encoding the system text where it was not.
+    prompt_ms: all else before the submission: rendering, tokenization, choice and order of the facts,
+    the plan. engine_ms: from the submission to the first token (`ChatResult.ttft_ms`).
+    """
+
+    embed_ms: float = 0.0
+    search_ms: float = 0.0
+    residency_ms: float = 0.0
+    prompt_ms: float = 0.0
+    engine_ms: float = 0.0
+
+    @property
+    def front_ms(self) -> float:
+        """All that comes before the engine."""
+        return self.embed_ms + self.search_ms + self.residency_ms + self.prompt_ms
+
+    @property
+    def total_ms(self) -> float:
+        """From the question to the first token."""
+        return self.front_ms + self.engine_ms
+
+
+class PreparedChat(NamedTuple):
+    """A chat that is ready to run.
+
+    epoch: of the scope when its facts were read. reason: why nothing is injected, where that is unusual.
+    timings: of all but the engine.
+    """
+
+    prompt: Prompt
+    choice: Choice
+    hits: tuple[SearchHit, ...]
+    plan: Plan | None
+    epoch: int
+    reason: str | None
+    timings: ChatTimings
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Tokens of facts that are prefilled because their KV is not in the pool."""
+        return sum(candidate.num_tokens for candidate in self.choice.missing)
+
+
+class Residents(NamedTuple):
+    """keys: which can be injected. reason: why none can, where that is unusual."""
+
+    keys: Set[str]
+    reason: str | None = None
+
+
+AskResident = Callable[[tuple[int, ...], str, Sequence[str]], Residents]
+"""(head ids, key of the head, keys of facts) → those that can be injected behind this head."""
+
+NO_RECALL = Recall((), {}, 0, 0.0, 0.0)
+
+
+class ChatPlanner:
+    """Prepares chats on one memory for one engine. Safe from several threads as far as `ask_resident` is."""
+
+    def __init__(
+        self, memory: Memory, encoder: Encoder, max_model_len: int, ask_resident: AskResident
+    ) -> None:
+        self.memory = memory
+        self.encoder = encoder
+        self.prompts = encoder.prompts
+        self.max_model_len = max_model_len
+        self._ask_resident = ask_resident
+        self._head_key = lru_cache(maxsize=64)(encoder.head_key)
+
+    def prepare(
+        self,
+        draft: Draft,
+        scope: Scope,
+        top_k: int,
+        mode: Mode,
+        tail: int,
+        max_tokens: int,
+        caller_salt: str = "",
+    ) -> PreparedChat:
+        """The `top_k` best facts of the scope for the draft's question, in a prompt that leaves room for an
+        answer of `max_tokens`.
+
+        mode: `inject` plans their injection, `text` has the same text, `none` no facts. An unknown scope has
+        no facts. Raises InvalidInput and TextTooLong.
+        """
+        start_s = time.perf_counter()
+        recall = NO_RECALL if mode == "none" else self._recall(draft.question, scope, top_k, mode)
+        residents, residency_ms = Residents(frozenset()), 0.0
+        if mode == "inject" and recall.hits:
+            head = draft.head_ids
+            asked_s = time.perf_counter()
+            residents = self._ask_resident(head, self._head_key(head), list(recall.keys.values()))
+            residency_ms = (time.perf_counter() - asked_s) * 1e3
+        candidates = [self._candidate(hit, recall.keys, residents.keys) for hit in recall.hits]
+        choice, prompt = self._fitted(draft, candidates, tail, max_tokens, needs_residency=mode == "inject")
+        plan = None
+        if mode == "inject" and choice.front:
+            plan = self._plan(scope, recall.epoch, choice, prompt, caller_salt)
+        timings = ChatTimings(recall.embed_ms, recall.search_ms, residency_ms)
+        prompt_ms = (time.perf_counter() - start_s) * 1e3 - timings.front_ms
+        return PreparedChat(
+            prompt,
+            choice,
+            recall.hits,
+            plan,
+            recall.epoch,
+            residents.reason,
+            timings._replace(prompt_ms=prompt_ms),
+        )
+
+    def check_length(self, turn: Turn) -> None:
+        """Raise TextTooLong for a turn that the model cannot encode."""
+        fact = Fact("", 0, Scope(), turn.text, turn.speaker, turn.said_at)
+        num_tokens, anchor = len(self.prompts.fact_ids(fact)), len(self.prompts.anchor_ids)
+        if num_tokens + anchor > self.encoder.max_tokens:
+            raise TextTooLong(
+                f"A text has {num_tokens} tokens; behind the {anchor} tokens of the anchor the model can "
+                f"encode {self.encoder.max_tokens - anchor}. Split it. Nothing was stored."
+            )
+
+    def _recall(self, question: str, scope: Scope, top_k: int, mode: Mode) -> Recall:
+        """The facts found, with the keys of their KV where it shall be injected."""
+        try:
+            model = self.encoder.encodings_of if mode == "inject" else None
+            return self.memory.recall(question, scope, top_k, model)
+        except UnknownScope:
+            return NO_RECALL
+
+    def _candidate(self, hit: SearchHit, keys: Mapping[str, str], there: Set[str]) -> Candidate:
+        key = keys.get(hit.fact.id)
+        return Candidate(hit.fact, len(self.prompts.fact_ids(hit.fact)), key if key in there else None)
+
+    def _fitted(
+        self,
+        draft: Draft,
+        candidates: Sequence[Candidate],
+        tail: int,
+        max_tokens: int,
+        *,
+        needs_residency: bool,
+    ) -> tuple[Choice, Prompt]:
+        """The facts that fit into the context together with messages and answer, and their prompt.
+
+        As a rule all of them fit beside what the template was rendered to; only else is the prompt
+        without facts rendered to learn how much room there is. Raises TextTooLong.
+        """
+        limit = self.max_model_len - max_tokens
+        if candidates:
+            room = limit - draft.num_tokens
+            choice = choose(candidates, tail=tail, budget_tokens=room, needs_residency=needs_residency)
+            if not choice.num_left_out:
+                prompt = draft.build(facts_of(choice.front), facts_of(choice.tail))
+                if len(prompt.token_ids) <= limit:
+                    return choice, prompt
+        without_facts = draft.build()
+        room = limit - len(without_facts.token_ids)
+        if room < 0:
+            raise TextTooLong(
+                f"The messages and max_tokens={max_tokens} need {-room} tokens more than the model's "
+                f"max_model_len={self.max_model_len}. Shorten the messages or lower max_tokens."
+            )
+        while True:
+            choice = choose(candidates, tail=tail, budget_tokens=room, needs_residency=needs_residency)
+            if not (choice.front or choice.tail):
+                return choice, without_facts
+            prompt = draft.build(facts_of(choice.front), facts_of(choice.tail))
+            excess = len(prompt.token_ids) - limit
+            if excess <= 0:
+                return choice, prompt
+            room -= excess  # headings around the facts
+
+    def _plan(self, scope: Scope, epoch: int, choice: Choice, prompt: Prompt, caller_salt: str) -> Plan:
+        """Head and front facts as segments."""
+        head = prompt.head_ids
+        segments = [Segment(self._head_key(head), head, "text")]
+        for candidate in choice.front:
+            assert candidate.key is not None
+            segments.append(Segment(candidate.key, self.prompts.fact_ids(candidate.fact), "fact"))
+        digest = digest_of(scope)
+        return Plan(self.encoder.model, digest, epoch, segments=tuple(segments), caller_salt=caller_salt)
+
+
+def digest_of(scope: Scope) -> str:
+    return scope_digest(scope.user_id, scope.agent_id, scope.run_id)
+
+
+def facts_of(candidates: Sequence[Candidate]) -> list[Fact]:
+    return [candidate.fact for candidate in candidates]

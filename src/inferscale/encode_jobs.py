@@ -1,0 +1,78 @@
+"""Which passes to run: for what is new, for what a chat missed, or for all that is not in the pool.
+
+Reads the catalog through the encoder and asks the engine what its pool holds; runs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Set
+
+from inferscale.encoder import EncodeJob, Encoder
+from inferscale.facts import Scope
+from inferscale.runtime.residency import ResidencyClient
+
+_KEYS_AT_ONCE = 10_000
+
+
+class JobChooser:
+    """Chooses jobs of one encoder for one engine. As safe from several threads as these two are."""
+
+    def __init__(self, encoder: Encoder, residency: ResidencyClient) -> None:
+        self.encoder = encoder
+        self._residency = residency
+
+    def resident(self, keys: Sequence[str]) -> set[str]:
+        """Which of the keys are in the pool. Raises EngineError where the engine does not answer."""
+        there: set[str] = set()
+        for start in range(0, len(keys), _KEYS_AT_ONCE):
+            asked = list(keys[start : start + _KEYS_AT_ONCE])
+            answers = self._residency.resident(asked)
+            there.update(key for key, yes in zip(asked, answers, strict=True) if yes)
+        return there
+
+    def for_repair(self, scope: Scope, fact_ids: Set[str]) -> list[EncodeJob]:
+        """The passes that hold these facts, new ones where a fact was never encoded."""
+        jobs = self.encoder.new_jobs(scope, fact_ids)
+        return without_repetitions([*jobs, *self._rebuilds(fact_ids, jobs)])
+
+    def to_warm(self, scope: Scope) -> list[EncodeJob]:
+        """Passes of every fact of the scope that is not resident, as far as the pool has free pages."""
+        jobs = self.encoder.new_jobs(scope)
+        facts = self.encoder.catalog.facts(scope)
+        keys = self.encoder.keys(fact.id for fact in facts)
+        there = self.resident(list(keys.values()))
+        jobs += self._rebuilds((id for id, key in keys.items() if key not in there), jobs)
+        return without_repetitions(self._fitting(jobs))
+
+    def _rebuilds(self, fact_ids: Iterable[str], jobs: Sequence[EncodeJob]) -> list[EncodeJob]:
+        planned = {span.key for job in jobs for span in job.captures}
+        keys = self.encoder.keys(fact_ids)
+        return self.encoder.rebuild_jobs(id for id, key in keys.items() if key not in planned)
+
+    def _fitting(self, jobs: list[EncodeJob]) -> list[EncodeJob]:
+        """The newest jobs that fit into the pool's free pages, in their order."""
+        stats = self._residency.stats()
+        pages, size = stats["free_pages"], stats["page_size_tokens"]
+        there = self.resident(list({span.key for job in jobs for span in job.captures}))
+        kept = []
+        for job in reversed(jobs):
+            new = {span.key: span.end - span.start for span in job.captures if span.key not in there}
+            pages -= sum(-(-num_tokens // size) for num_tokens in new.values())
+            there.update(new)
+            if pages < 0:
+                break
+            kept.append(job)
+        return kept[::-1]
+
+
+def without_repetitions(jobs: Iterable[EncodeJob]) -> list[EncodeJob]:
+    """Jobs without those all of whose spans earlier ones capture, as where two scopes hold the same
+    conversation."""
+    kept: list[EncodeJob] = []
+    captured: set[str] = set()
+    for job in jobs:
+        keys = [span.key for span in job.captures]
+        if not captured.issuperset(keys):
+            kept.append(job)
+            captured.update(keys)
+    return kept
