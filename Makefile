@@ -3,8 +3,9 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
+IMAGE ?= inferscale
 
-.PHONY: help setup demo test gpu-test lint format doctor clean
+.PHONY: help setup demo test gpu-test lint format doctor wheel image clean
 
 help:
 	@echo "make demo     ingest a conversation and answer questions with injected memory"
@@ -13,6 +14,8 @@ help:
 	@echo "make setup    virtual environment, engine, demo model and embedder"
 	@echo "make lint     formatter, linter, types and import rules only"
 	@echo "make format   rewrite the code in the project's format"
+	@echo "make wheel    dist/inferscale-*.whl"
+	@echo "make image    a container image of the server (IMAGE=inferscale), with docker or podman"
 	@echo "make doctor   what was found on this machine and what is missing"
 	@echo "make clean    remove the virtual environment and caches of this folder"
 
@@ -41,6 +44,15 @@ format: setup
 doctor: # works after a set-up that failed half way, too
 	@test -x $(BIN)/inferscale || $(PYTHON) tools/setup_env.py
 	@$(BIN)/inferscale doctor
+
+wheel: setup
+	@rm -f dist/inferscale-*.whl
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+image: wheel
+	@engine=$$(command -v docker || command -v podman) || \
+		{ echo "make image needs docker or podman, and neither is installed." >&2; exit 1; }; \
+	"$$engine" build --tag "$(IMAGE)" --file Containerfile dist
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis build dist

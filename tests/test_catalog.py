@@ -19,7 +19,7 @@ from fakes import ANA, DIM, add, ids, open_catalog
 from inferscale.catalog import CATALOG_FILE, Catalog, VectorMark
 from inferscale.catalog.migrations import MIGRATIONS
 from inferscale.errors import CatalogError, EmbedderMismatch, InvalidInput, NewerCatalog, UnknownFact
-from inferscale.facts import Scope, Turn
+from inferscale.facts import Fact, Scope, Turn
 
 
 @pytest.fixture
@@ -156,6 +156,68 @@ def test_an_epoch_counts_the_deletions_it_covers(catalog: Catalog) -> None:
         before = after
 
 
+def test_deleting_a_scope_raises_every_epoch_over_it_once_an_exact_scope(tmp_path: Path) -> None:
+    exact = [scope for scope in ALL_SCOPES if not scope.is_empty()]
+    for number, filter in enumerate(ALL_SCOPES):
+        catalog = open_catalog(tmp_path / str(number))
+        facts = [fact for scope in exact for fact in add(catalog, scope, "a", "b")]
+        catalog.delete(facts[0].id)
+        catalog.delete(facts[1].id)  # a scope without facts any more
+        before = {any_filter: catalog.epoch(any_filter) for any_filter in ALL_SCOPES}
+        gone = [fact for fact in facts[2:] if filter.covers(fact.scope)]
+        deletion = catalog.delete_all(filter)
+        assert deletion.num_facts == len(gone)
+        assert catalog.facts(Scope()) == [fact for fact in facts[2:] if fact not in gone]
+        touched = {fact.scope for fact in gone}
+        for any_filter in ALL_SCOPES:
+            assert catalog.epoch(any_filter) == before[any_filter] + sum(map(any_filter.covers, touched))
+        assert dict(deletion.epochs) == {
+            any_filter: catalog.epoch(any_filter)
+            for any_filter in ALL_SCOPES
+            if not any_filter.is_empty() and any(map(any_filter.covers, touched))
+        }
+        assert len(deletion.epochs) == len(dict(deletion.epochs))
+        assert catalog.delete_all(filter) == (0, (), ())
+        catalog.close()
+
+
+def test_deleting_a_scope_takes_its_encodings_and_those_only(catalog: Catalog) -> None:
+    run, bob = Scope("ana", run_id="r"), Scope("bob", run_id="r")
+    mine, others = ids(add(catalog, run, *"abc")), ids(add(catalog, ANA, "x", "y"))
+    [his] = ids(add(catalog, bob, "a"))
+    catalog.record_pass("m", run, mine[:1], mine[1:], ["b", "c"])
+    catalog.record_pass("n", run, [], mine[:1], ["shared"])
+    catalog.record_pass("n", bob, [], [his], ["shared"])
+    catalog.record_pass("m", ANA, others[:1], others[1:], ["y"])
+    deletion = catalog.delete_all(run)
+    assert (deletion.num_facts, deletion.keys) == (3, ("b", "c"))
+    assert dict(deletion.epochs) == {run: 1, ANA: 1, Scope(run_id="r"): 1}
+    assert catalog.encodings("m", others)[others[1]].key == "y"
+    assert catalog.attended_to("shared") == [his]
+    assert set(catalog.delete_all(ANA).keys) == {"y"}
+    assert catalog.delete_all(bob).keys == ("shared",)
+    with catalog._database.read() as connection:
+        for table in ("facts", "vectors", "passes", "pass_facts", "encodings"):
+            assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
+
+
+def test_a_scope_is_deleted_whole_or_not_at_all(catalog: Catalog) -> None:
+    facts = add(catalog, ANA, *"abc")
+    catalog.record_pass("m", ANA, [], ids(facts), ["a", "b", "c"])
+    with catalog._database.write() as connection:
+        connection.execute(
+            "CREATE TRIGGER refuse BEFORE DELETE ON facts WHEN old.text = 'c' "
+            "BEGIN SELECT raise(ABORT, 'not this one'); END"
+        )
+    mark = catalog.vector_changes(VectorMark()).mark
+    with pytest.raises(CatalogError, match="not this one"):
+        catalog.delete_all(ANA)
+    assert catalog.facts(ANA) == facts
+    assert len(catalog.encodings("m", ids(facts))) == 3
+    assert catalog.epoch(ANA) == 0
+    assert catalog.vector_changes(mark).removed_seqs == []
+
+
 def test_neighbours_stay_in_the_exact_scope(catalog: Catalog) -> None:
     first = add(catalog, ANA, "1", "2")
     add(catalog, Scope("ana", run_id="r"), "elsewhere")
@@ -220,11 +282,11 @@ def test_pragmas(catalog: Catalog) -> None:
     with catalog._database.read() as connection:
         found = {
             name: connection.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("journal_mode", "foreign_keys")
+            for name in ("journal_mode", "foreign_keys", "secure_delete")
         }
         assert connection.execute("PRAGMA user_version").fetchone()[0] == len(MIGRATIONS)
         assert connection.execute("PRAGMA busy_timeout").fetchone()[0] >= 1000
-    assert found == {"journal_mode": "wal", "foreign_keys": 1}
+    assert found == {"journal_mode": "wal", "foreign_keys": 1, "secure_delete": 1}
 
 
 def test_a_newer_catalog_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
@@ -262,7 +324,7 @@ def test_a_failed_migration_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(CatalogError):
         Catalog(tmp_path).count(Scope())
     monkeypatch.undo()
-    catalog = open_catalog(tmp_path)  # the first migration has been applied, the second not at all
+    catalog = open_catalog(tmp_path)  # those before have been applied, the last not at all
     with catalog._database.read() as connection:
         assert connection.execute("SELECT count(*) FROM sqlite_master WHERE name = 'n'").fetchone() == (0,)
     catalog.close()
@@ -310,7 +372,7 @@ _WRITER = """
 import sys
 import numpy as np
 from inferscale.catalog import Catalog
-from inferscale.facts import Scope, Turn
+from inferscale.facts import Fact, Scope, Turn
 folder, name, batches, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 catalog = Catalog(folder)
 catalog.record_embedder("fake", 4)
@@ -403,5 +465,43 @@ def test_vector_changes_follow_adds_and_deletions_of_everybody(tmp_path: Path) -
     token = mine.change_token()
     mine.delete(new[0].id)
     assert mine.change_token() != token
+    mine.close()
+    other.close()
+
+
+def test_replaced_vectors_come_once_and_as_they_are_now(tmp_path: Path) -> None:
+    mine, other = open_catalog(tmp_path), open_catalog(tmp_path)
+    facts = add(mine, ANA, *"abcdef")
+
+    def reword(fact: Fact, text: str, number: float) -> None:
+        update = other.update(other.facts_by_ids([fact.id])[0], Turn(text), np.full(DIM, number, np.float32))
+        assert update is not None
+
+    mark = mine.vector_changes(VectorMark(), limit=4).mark
+    reword(facts[2], "C", 2)
+    reword(facts[0], "A", 0)
+    reword(facts[2], "CC", 22)
+    reword(facts[5], "F", 5)  # not read yet
+    reword(facts[1], "B", 1)
+    other.delete(facts[1].id)
+    other.delete(facts[4].id)
+    changes = mine.vector_changes(mark)
+    assert changes.fact_seqs == [facts[0].seq, facts[2].seq, facts[5].seq]
+    assert changes.vectors[:, 0].tolist() == [0, 22, 5]
+    assert changes.scope_codes == mine.scope_codes(ANA) * 3
+    assert changes.removed_seqs == [facts[1].seq, facts[4].seq]
+    assert mine.vector_changes(changes.mark).fact_seqs == []
+    read: dict[int, float] = {}
+    removed: set[int] = set()
+    while True:  # few at a time
+        changes = mine.vector_changes(mark, limit=2)
+        assert len(changes.fact_seqs) <= 4
+        read.update(zip(changes.fact_seqs, changes.vectors[:, 0].tolist(), strict=True))
+        removed.update(changes.removed_seqs)
+        mark = changes.mark
+        if changes.is_complete:
+            break
+    assert read == {facts[0].seq: 0, facts[2].seq: 22, facts[5].seq: 5}
+    assert removed == {facts[1].seq, facts[4].seq}
     mine.close()
     other.close()

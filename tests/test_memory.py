@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -132,6 +132,8 @@ def test_bad_scopes_are_refused_everywhere(memory: Memory, ids: dict[str, Any]) 
         lambda: memory.get_all(**ids),
         lambda: memory.count(**ids),
         lambda: memory.epoch(**ids),
+        lambda: memory.page(**ids),
+        lambda: memory.delete_all(**ids),
     ):
         with pytest.raises(InvalidInput):
             call()
@@ -193,6 +195,140 @@ def test_a_deleted_fact_never_comes_back(memory: Memory, tmp_path: Path) -> None
         assert texts(again, "dog", user_id="ana") == ["the red car"]
 
 
+def test_a_deleted_scope_is_gone_as_a_whole(memory: Memory, tmp_path: Path) -> None:
+    mine = memory.add(["the red car", "the red dog"], user_id="ana", run_id="r")
+    [wide] = memory.add("the red house", user_id="ana")
+    [his] = memory.add("the red boat", user_id="ben", run_id="r")
+    memory.catalog.record_pass("m", mine[0].scope, [mine[0].id], [mine[1].id], ["key"])
+    with open_memory(tmp_path) as other:
+        for each in (memory, other):
+            assert len(each.recall("red", Scope("ana"), 9, "m").hits) == 3
+        assert memory.delete_all(user_id="ana", run_id="none") == (0, (), ())
+        assert memory.delete_all(user_id="nobody") == (0, (), ())
+        deletion = memory.delete_all(user_id="ana", run_id="r")
+        assert (deletion.num_facts, deletion.keys) == (2, ("key",))
+        assert memory._index is not None
+        assert len(memory._index) == 2
+        assert dict(deletion.epochs) == {Scope("ana", None, "r"): 1, Scope("ana"): 1, Scope(run_id="r"): 1}
+        for each in (memory, other):
+            recall = each.recall("red", Scope("ana"), 9, "m")
+            assert ([hit.fact for hit in recall.hits], recall.epoch) == ([wide], 1)
+            assert [hit.fact for hit in each.search("red", run_id="r")] == [his]
+            assert each._index is not None
+            assert len(each._index) == 2
+            with pytest.raises(UnknownScope):
+                each.search("red", user_id="ana", run_id="r")
+            with pytest.raises(UnknownFact):
+                each.history(mine[0].id)
+        other.delete_all(user_id="ana")
+        assert memory.count(user_id="ana") == 0
+        assert memory.count(user_id="ben") == 1
+
+
+def test_facts_are_added_while_their_scope_is_deleted(memory: Memory, tmp_path: Path) -> None:
+    """Every fact is deleted once or left, and index and catalog agree on which."""
+    memory.add("x", user_id="ana")
+    assert texts(memory, "x", user_id="ana") == ["x"]
+
+    def add(number: int) -> int:
+        return sum(len(memory.add([f"{number} {i} a", f"{number} {i} b"], user_id="ana")) for i in range(20))
+
+    with open_memory(tmp_path) as other, ThreadPoolExecutor(4) as pool:
+        adding = [pool.submit(add, number) for number in range(3)]
+        deleted = sum(other.delete_all(user_id="ana").num_facts for _ in range(15))
+        added = 1 + sum(run.result() for run in adding)
+    assert deleted + memory.count(user_id="ana") == added
+    memory.add("last", user_id="ana")
+    found = {hit.fact.text for hit in memory.search("last", user_id="ana", top_k=999)}
+    assert found == {fact.text for fact in memory.get_all(user_id="ana")}
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+
+def read_pages(memory: Memory, limit: int, meanwhile: Callable[[int], None] = lambda _: None) -> list[str]:
+    read: list[str] = []
+    cursor = None
+    for number in itertools.count():
+        page = memory.page(user_id="ana", limit=limit, after=cursor)
+        read += [fact.text for fact in page.facts]
+        cursor = page.next_cursor
+        if cursor is None:
+            return read
+        assert len(page.facts) == limit
+        meanwhile(number)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 10, 11, 1000])
+def test_pages_hold_every_fact_once_in_order(memory: Memory, limit: int) -> None:
+    for i in range(10):
+        memory.add(f"{i}", user_id="ana", run_id=f"run {i % 3}")
+        memory.add("not hers", user_id="ben")
+    assert read_pages(memory, limit) == [str(i) for i in range(10)]
+
+
+def test_pages_are_stable_while_facts_come_change_and_go(memory: Memory) -> None:
+    facts = memory.add([str(i) for i in range(9)], user_id="ana")
+
+    def meanwhile(number: int) -> None:
+        if number == 0:  # 0 to 2 were read
+            memory.delete(facts[2].id)  # the one that the cursor stands behind
+            memory.delete(facts[4].id)
+            memory.update(facts[0].id, text="read before")
+            memory.update(facts[5].id, text="five")
+        if number == 1:
+            memory.add("late", user_id="ana")
+
+    assert read_pages(memory, 3, meanwhile) == ["0", "1", "2", "3", "five", "6", "7", "8", "late"]
+
+
+def test_who_changes_what_he_reads_comes_to_an_end(memory: Memory) -> None:
+    memory.add([str(i) for i in range(5)], user_id="ana")
+    cursor, num_read = None, 0
+    while num_read < 50:
+        page = memory.page(user_id="ana", limit=2, after=cursor)
+        for fact in page.facts:
+            memory.update(fact.id, text=f"{fact.text} changed")
+            num_read += 1
+        if (cursor := page.next_cursor) is None:
+            break
+    assert num_read == 5
+    assert [fact.text for fact in memory.get_all(user_id="ana")] == [f"{i} changed" for i in range(5)]
+
+
+def test_an_unknown_scope_has_an_empty_page(memory: Memory) -> None:
+    memory.add("x", user_id="ben")
+    assert memory.page(user_id="ana") == ([], None)
+    [fact] = memory.add("y", user_id="ana")
+    assert memory.page(user_id="ana") == ([fact], None)
+    for bad in (0, -1, True, 1.5, "3"):
+        with pytest.raises(InvalidInput, match="limit"):
+            memory.page(user_id="ana", limit=bad)  # type: ignore[arg-type]
+
+
+def test_cursors_are_sealed_and_tell_nothing(memory: Memory, tmp_path: Path) -> None:
+    memory.add(["a", "b", "c"], user_id="ana")
+    memory.add(["x"] * 5, user_id="ben")
+    cursor = memory.page(user_id="ana", limit=1).next_cursor
+    later = memory.page(user_id="ana", limit=2).next_cursor
+    assert cursor is not None
+    assert later is not None
+    assert cursor[:6] != later[:6]
+    assert cursor[-6:] != later[-6:]
+    with open_memory(tmp_path) as other:
+        assert [fact.text for fact in other.page(user_id="ana", after=cursor).facts] == ["b", "c"]
+    with open_memory(tmp_path / "another") as another:
+        another.add("a", user_id="ana")
+        wrong = [cursor[:-1] + ("0" if cursor[-1] != "0" else "1"), cursor[:-2], cursor + "00", f" {cursor}"]
+        wrong += [cursor.upper() + "A", "", "0", "1", "é" * 32, "0" * 32, "f" * 32, "x" * 10_000, 7, b"ab"]
+        for each, after in [*((memory, text) for text in wrong), (another, cursor)]:
+            for user_id in ("ana", "nobody"):
+                with pytest.raises(InvalidInput, match="next_cursor") as raised:
+                    each.page(user_id=user_id, after=after)  # type: ignore[arg-type]
+                assert len(str(raised.value)) < 300
+
+
 # --- several memories on one folder --------------------------------------------------------------
 
 
@@ -244,13 +380,15 @@ with Memory(MemoryConfig(data_dir=folder), embedder=WordEmbedder()) as memory:
     if name == "otto":
         [fact] = [fact for fact in memory.get_all(user_id="ana") if fact.text == "delete me"]
         memory.delete(fact.id)
+        [fact] = [fact for fact in memory.get_all(user_id="ana") if fact.text == "change me"]
+        memory.update(fact.id, text="an astonishing zeppelin")
     assert len(memory.search(name, user_id="ana", top_k=5)) == 5
 """
 
 
 def test_processes_on_one_folder(memory: Memory, tmp_path: Path) -> None:
-    memory.add(["keep me", "delete me"], user_id="ana")
-    assert len(memory.search("me", user_id="ana")) == 2
+    memory.add(["keep me", "delete me", "change me"], user_id="ana")
+    assert len(memory.search("me", user_id="ana")) == 3
     command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path)]
     environment = {"PYTHONPATH": ":".join([str(Path(__file__).parent), *filter(None, sys.path)])}
     running = [subprocess.Popen([*command, name, "15"], env=environment) for name in ("otto", "paula")]
@@ -259,7 +397,8 @@ def test_processes_on_one_folder(memory: Memory, tmp_path: Path) -> None:
         memory.search("me", user_id="ana")
     assert [process.wait(timeout=60) for process in running] == [0, 0]
     found = [hit.fact.text for hit in memory.search("me", user_id="ana", top_k=999)]
-    assert len(found) == len(set(found)) == 1 + 15 + 2 * 30
+    assert len(found) == len(set(found)) == 2 + 15 + 2 * 30
+    assert memory.search("an astonishing zeppelin", user_id="ana")[0].score > 0.99
     assert "keep me" in found
     assert "delete me" not in found
     assert sum("otto" in text for text in found) == sum("paula" in text for text in found) == 30

@@ -45,7 +45,16 @@ def test_answers_are_the_catalogs_under_random_writes_of_two_processes(
             ids = list(catalog.found_facts(ANA, seqs).facts.values())
             if len(ids) > 2:
                 writer.delete(rng.choice(ids).id)
-        elif action < 0.2:
+        elif action < 0.25:
+            facts = writer.facts(ANA)
+            if facts:
+                fact, turn = rng.choice(facts), Turn(f"changed {step}", metadata={"step": step})
+                if rng.random() < 0.5:
+                    turn = Turn(fact.text, fact.speaker, fact.said_at, turn.metadata)
+                assert writer.update(fact, turn, np.ones(2, dtype=np.float32)) is not None
+        elif action < 0.27:
+            writer.delete_all(rng.choice([ANA, BEN]))
+        elif action < 0.35:
             facts = writer.facts(ANA)
             if facts:
                 writer.record_pass("m", ANA, [], [facts[0].id], [f"key {step}"])

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from inferscale.client import AsyncClient, Client
     from inferscale.config import ConnectorConfig, EncodingConfig, MemoryConfig
     from inferscale.errors import InferScaleError
     from inferscale.facts import Fact, Scope, SearchHit, Turn
@@ -16,7 +17,9 @@ if TYPE_CHECKING:
     from inferscale.memory_llm import ChatResult, MemoryLLM
 
 _HOMES = {
+    "AsyncClient": "client",
     "ChatResult": "memory_llm",
+    "Client": "client",
     "ConnectorConfig": "config",
     "EncodingConfig": "config",
     "Fact": "facts",
@@ -30,7 +33,9 @@ _HOMES = {
 }
 
 __all__ = [
+    "AsyncClient",
     "ChatResult",
+    "Client",
     "ConnectorConfig",
     "EncodingConfig",
     "Fact",

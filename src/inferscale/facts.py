@@ -1,4 +1,4 @@
-"""Value types of the memory: scopes, turns, facts and search hits.
+"""Value types of the memory: scopes, turns, facts, search hits, pages and history.
 
 Knows nothing of tokens, KV or storage. Imports the standard library only.
 """
@@ -6,7 +6,18 @@ Knows nothing of tokens, KV or storage. Imports the standard library only.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, Final, Literal, NamedTuple
+
+
+class Keep(Enum):
+    """The type of `KEEP`."""
+
+    KEEP = "keep"
+
+
+KEEP: Final = Keep.KEEP
+"""Says of an argument that it is to be left as it is, where None is a value of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +76,9 @@ class Fact:
     """One stored unit of memory text.
 
     `seq` rises with every stored fact of a catalog, so within a scope it is
-    the order in which things were said. `created_at` is Unix time in seconds.
+    the order in which things were said. It stays when a fact is changed.
+    `created_at` and `updated_at` are Unix times in seconds, equal until a
+    fact is changed for the first time.
     """
 
     id: str
@@ -75,7 +88,20 @@ class Fact:
     speaker: str | None = None
     said_at: str | None = None
     created_at: float = 0.0
+    updated_at: float = 0.0
     metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class Wording(NamedTuple):
+    """All of a turn or fact that is embedded and that stands in prompts: what its KV depends on."""
+
+    text: str
+    speaker: str | None
+    said_at: str | None
+
+    @classmethod
+    def of(cls, item: Turn | Fact) -> Wording:
+        return cls(item.text, item.speaker, item.said_at)
 
 
 class SearchHit(NamedTuple):
@@ -83,3 +109,22 @@ class SearchHit(NamedTuple):
 
     fact: Fact
     score: float
+
+
+class Page(NamedTuple):
+    """Facts in the order they were stored. next_cursor: where the next page begins; None on the last."""
+
+    facts: list[Fact]
+    next_cursor: str | None
+
+
+class HistoryEvent(NamedTuple):
+    """A fact was stored (`ADD`; previous_text is None) or changed (`UPDATE`). at: Unix time in seconds.
+
+    Where only speaker, time or metadata changed, both texts are the same.
+    """
+
+    event: Literal["ADD", "UPDATE"]
+    text: str
+    previous_text: str | None
+    at: float

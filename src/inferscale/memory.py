@@ -1,4 +1,4 @@
-"""Memory: add, search, get and delete facts of users, agents and runs, on one data folder.
+"""Memory: add, search, get, change and delete facts of users, agents and runs, on one data folder.
 
 Brings catalog, embedder and index together. Knows nothing of models, tokens and KV: `MemoryLLM`
 and the server take facts from here and the catalog's bookkeeping for what they encode.
@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inferscale.catalog import Catalog, Deletion, RememberedReads, VectorMark
+from inferscale.catalog import Catalog, Deletion, RememberedReads, ScopeDeletion, Update, VectorMark
 from inferscale.config import MemoryConfig
 from inferscale.errors import InvalidInput, UnknownFact, UnknownScope
-from inferscale.facts import Fact, Scope, SearchHit, Turn
+from inferscale.facts import KEEP, Fact, HistoryEvent, Keep, Page, Scope, SearchHit, Turn, Wording
 from inferscale.turns import Content, read_query, read_scope, read_turns
 
 if TYPE_CHECKING:
@@ -167,16 +167,79 @@ class Memory:
         self._check_known(scope)
         return self.catalog.facts(scope, limit)
 
+    def page(
+        self,
+        *,
+        user_id: str | None = None,
+        agent_id: str | None = None,
+        run_id: str | None = None,
+        limit: int = 100,
+        after: str | None = None,
+    ) -> Page:
+        """Facts of a scope in the order they were stored, `limit` at a time; an unknown scope has none.
+
+        after: `next_cursor` of the page before. Facts that are added, changed or deleted meanwhile
+        make no other come twice or be passed over. Raises InvalidInput for a `limit` below 1 or a
+        cursor that is none of this memory.
+        """
+        scope = read_scope(user_id, agent_id, run_id)
+        return self.catalog.page(scope, _check_count(limit, "limit", lowest=1), after)
+
+    def update(
+        self,
+        fact_id: str,
+        *,
+        text: str | None = None,
+        speaker: str | Keep | None = KEEP,
+        said_at: str | Keep | None = KEEP,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Update:
+        """Change a fact under the same id, in the same place of its scope; what is not given stays.
+
+        `metadata` replaces all that there was. Where text, speaker or time change, the fact is
+        embedded anew and, as by a deletion, every KV that has seen it is invalid: `keys` and `epochs`
+        of the answer go to the engine. Where only metadata change, both are empty. An update that
+        changes nothing is none: it has no place in the history.
+
+        Two updates of one fact at a time do not undo each other where they change different things.
+        Raises UnknownFact, and otherwise what `add` raises, for what is given in the same way.
+        """
+        update = None
+        while update is None:  # until nobody else changes the fact meanwhile
+            fact = self.get(fact_id)
+            turn = _changed(fact, text, speaker, said_at, metadata)
+            vector = None
+            if Wording.of(turn) != Wording.of(fact):
+                if self.check_text is not None:
+                    self.check_text(turn)
+                vector = self._ready_embedder().embed([embedding_text(turn)])[0]
+            update = self.catalog.update(fact, turn, vector)
+        self._follow_up()
+        return update
+
+    def history(self, fact_id: str) -> list[HistoryEvent]:
+        """How a fact was added and changed, oldest first. Raises UnknownFact; a deleted one has none."""
+        return self.catalog.history(fact_id)
+
     def delete(self, fact_id: str) -> Deletion:
-        """Remove a fact. Raises UnknownFact.
+        """Remove a fact with its history. Raises UnknownFact.
 
         Returns what was removed, with the keys that an engine has to forget and the new epochs;
         `MemoryLLM.delete` passes them on.
         """
         deletion = self.catalog.delete(fact_id)
-        with self._lock:
-            if self._index is not None:
-                self._synced_index()
+        self._follow_up()
+        return deletion
+
+    def delete_all(
+        self, *, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
+    ) -> ScopeDeletion:
+        """Remove every fact of a scope with its history, all at once; an unknown scope has none.
+
+        Returns how many there were, with the keys and epochs as `delete` does.
+        """
+        deletion = self.catalog.delete_all(read_scope(user_id, agent_id, run_id))
+        self._follow_up()
         return deletion
 
     def count(
@@ -188,7 +251,7 @@ class Memory:
     def epoch(
         self, *, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
     ) -> int:
-        """Memory epoch of a scope: rises with every deletion in it and never falls; 0 for an unknown one."""
+        """Memory epoch of a scope: rises with every deletion and rewording in it; 0 for an unknown one."""
         return self.catalog.epoch(read_scope(user_id, agent_id, run_id))
 
     def close(self) -> None:
@@ -236,6 +299,12 @@ class Memory:
                 self._device = DeviceChoice(self.config.embedder_device)
             return self._device
 
+    def _follow_up(self) -> None:
+        """Take what was just changed or removed out of the index as well, where there is one."""
+        with self._lock:
+            if self._index is not None:
+                self._synced_index()
+
     def _synced_index(self) -> VectorIndex:
         """The index with everything that this and other processes have stored and removed so far.
 
@@ -271,7 +340,31 @@ def embedding_text(turn: Turn) -> str:
     return f"{source}: {turn.text}" if source else turn.text
 
 
-def _check_count(value: int, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InvalidInput(f"{name} is {value!r}; allowed are whole numbers from 0.")
+def _changed(
+    fact: Fact,
+    text: str | None,
+    speaker: str | Keep | None,
+    said_at: str | Keep | None,
+    metadata: Mapping[str, Any] | None,
+) -> Turn:
+    """What a fact says after an update. Only what is given is checked and cleaned: the rest was before."""
+    [given] = read_turns(
+        Turn(
+            "unchanged" if text is None else text,
+            None if speaker is KEEP else speaker,
+            None if said_at is KEEP else said_at,
+            {} if metadata is None else metadata,  # type: ignore[arg-type]  # checked there
+        )
+    )
+    return Turn(
+        fact.text if text is None else given.text,
+        fact.speaker if speaker is KEEP else given.speaker,
+        fact.said_at if said_at is KEEP else given.said_at,
+        fact.metadata if metadata is None else given.metadata,
+    )
+
+
+def _check_count(value: int, name: str, lowest: int = 0) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise InvalidInput(f"{name} is {value!r}; allowed are whole numbers from {lowest}.")
     return value

@@ -30,7 +30,6 @@ from inferscale.encode_runner import EncodeProgress, EncodeRunner, Progress
 from inferscale.encoder import Encoder
 from inferscale.errors import (
     EngineError,
-    EngineMissing,
     InvalidConfig,
     InvalidInput,
 )
@@ -40,6 +39,7 @@ from inferscale.offline import Generation, GenerationRequest, OfflineEngine
 from inferscale.plan import Order
 from inferscale.prompt import DEFAULT_SYSTEM, PromptBuilder
 from inferscale.retrieval import Embedder
+from inferscale.tokenization import load_tokenizer
 from inferscale.turns import Content, read_scope
 from inferscale.windows import WindowPolicy
 
@@ -273,16 +273,8 @@ def _only_logged(what: str) -> Iterator[None]:
 
 def _tokenizer(model: str, engine_args: Mapping[str, Any]) -> Any:
     """The tokenizer that vLLM uses for these arguments. Raises EngineMissing."""
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(
-            str(engine_args.get("tokenizer") or model),
-            revision=engine_args.get("tokenizer_revision") or engine_args.get("revision"),
-            trust_remote_code=bool(engine_args.get("trust_remote_code", False)),
-        )
-    except (OSError, ValueError) as error:
-        raise EngineMissing(
-            f"The tokenizer of {model!r} cannot be loaded; give a folder with a model and its tokenizer, "
-            f"or the name of one on a hub that can be reached. ({str(error).splitlines()[0]})"
-        ) from error
+    return load_tokenizer(
+        str(engine_args.get("tokenizer") or model),
+        engine_args.get("tokenizer_revision") or engine_args.get("revision"),
+        trust_remote_code=bool(engine_args.get("trust_remote_code", False)),
+    )

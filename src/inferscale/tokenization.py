@@ -13,7 +13,20 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from inferscale.errors import EngineError
+from inferscale.errors import EngineError, EngineMissing
+
+
+def load_tokenizer(name: str, revision: str | None = None, *, trust_remote_code: bool = False) -> Any:
+    """transformers' tokenizer of a folder or hub name. Raises EngineMissing."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise EngineMissing(
+            f"The tokenizer of {name!r} cannot be loaded; give a folder with a model and its tokenizer, "
+            f"or the name of one on a hub that can be reached. ({str(error).splitlines()[0]})"
+        ) from error
 
 
 class SegmentTokenizer:

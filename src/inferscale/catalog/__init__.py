@@ -1,16 +1,20 @@
-"""The catalog: facts, vectors, encodings and epochs in one SQLite file. The only SQL of the project."""
+"""The catalog: facts, their history, vectors, encodings and epochs in one SQLite file.
 
-from inferscale.catalog.catalog import (
-    CATALOG_FILE,
-    Catalog,
+The only SQL of the project.
+"""
+
+from inferscale.catalog.catalog import CATALOG_FILE, Catalog
+from inferscale.catalog.passes import EncodePass, Encoding, NewPass
+from inferscale.catalog.remembered import RememberedReads
+from inferscale.catalog.results import (
     Deletion,
     FoundFacts,
+    ScopeDeletion,
     ScopeEpoch,
+    Update,
     VectorChanges,
     VectorMark,
 )
-from inferscale.catalog.passes import EncodePass, Encoding, NewPass
-from inferscale.catalog.remembered import RememberedReads
 
 __all__ = [
     "CATALOG_FILE",
@@ -21,7 +25,9 @@ __all__ = [
     "FoundFacts",
     "NewPass",
     "RememberedReads",
+    "ScopeDeletion",
     "ScopeEpoch",
+    "Update",
     "VectorChanges",
     "VectorMark",
 ]

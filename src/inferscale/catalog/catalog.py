@@ -11,71 +11,22 @@ import time
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inferscale.catalog import changes as _changes
+from inferscale.catalog import cursors as _cursors
 from inferscale.catalog import passes as _passes
 from inferscale.catalog import rows as _rows
+from inferscale.catalog import vectors as _vectors
 from inferscale.catalog.database import ChangeToken, Database
 from inferscale.catalog.passes import EncodePass, Encoding, NewPass
-from inferscale.errors import CatalogError, EmbedderMismatch, InvalidInput, UnknownFact
-from inferscale.facts import Fact, Scope, Turn
+from inferscale.catalog.results import Deletion, FoundFacts, ScopeDeletion, Update, VectorChanges, VectorMark
+from inferscale.errors import EmbedderMismatch, InvalidInput, UnknownFact
+from inferscale.facts import Fact, HistoryEvent, Page, Scope, Turn
 
 CATALOG_FILE = "catalog.sqlite3"
-
-
-class ScopeEpoch(NamedTuple):
-    """A scope, as a filter, and its epoch."""
-
-    scope: Scope
-    epoch: int
-
-
-class Deletion(NamedTuple):
-    """What a deletion took away.
-
-    fact: as it was. keys: invalidated and to be forgotten by the engine, of all models. epochs:
-    the new epoch of every filter that covered the fact.
-    """
-
-    fact: Fact
-    keys: tuple[str, ...]
-    epochs: tuple[ScopeEpoch, ...]
-
-
-class FoundFacts(NamedTuple):
-    """Facts as one read of the catalog saw them.
-
-    facts: by sequence number. keys: fact id → key of its KV, for those encoded for the model asked
-    for. epoch: of the filter.
-    """
-
-    facts: dict[int, Fact]
-    keys: dict[str, str]
-    epoch: int
-
-
-class VectorMark(NamedTuple):
-    """How far a reader of vectors has come: the last fact and the last deletion that it knows."""
-
-    seq: int = 0
-    deletion: int = 0
-
-
-class VectorChanges(NamedTuple):
-    """Vectors stored and facts removed since a mark, in storage order.
-
-    vectors: float32 [n, dim]. is_complete: whether nothing newer exists; otherwise ask again.
-    """
-
-    mark: VectorMark
-    fact_seqs: list[int]
-    scope_codes: list[int]
-    vectors: NDArray[np.float32]
-    removed_seqs: list[int]
-    is_complete: bool
 
 
 class Catalog:
@@ -125,14 +76,7 @@ class Catalog:
         now = time.time()
         facts: list[Fact] = []
         with self._database.write() as connection:
-            embedder = _rows.read_embedder(connection)
-            if embedder is None:
-                raise CatalogError(
-                    f"{self.path} knows no embedder yet; call record_embedder before add_facts."
-                )
-            name, dim = embedder
-            if vectors.shape != (len(turns), dim):
-                raise InvalidInput(f"vectors have the shape {vectors.shape}; {(len(turns), dim)} is needed.")
+            embedder = _vectors.fitting_embedder(connection, vectors, len(turns))
             code = _rows.scope_code(connection, scope)
             for turn, meta, vector in zip(turns, metadata, vectors, strict=True):
                 fact_id = str(uuid.uuid4())
@@ -143,13 +87,9 @@ class Catalog:
                 )
                 seq = cursor.lastrowid
                 assert seq is not None
-                connection.execute(
-                    "INSERT INTO vectors (fact, embedder, dim, data) VALUES (?, ?, ?, ?)",
-                    (seq, name, dim, np.asarray(vector, dtype="<f4").tobytes()),
-                )
-                facts.append(
-                    Fact(fact_id, seq, scope, turn.text, turn.speaker, turn.said_at, now, json.loads(meta))
-                )
+                _vectors.store(connection, embedder, seq, vector)
+                said = (turn.text, turn.speaker, turn.said_at)
+                facts.append(Fact(fact_id, seq, scope, *said, now, now, json.loads(meta)))
         return facts
 
     def get(self, fact_id: str) -> Fact | None:
@@ -186,6 +126,29 @@ class Catalog:
         )
         return self._facts(clause, *values, after, -1 if limit is None else limit)
 
+    def page(self, filter: Scope, limit: int, cursor: str | None = None) -> Page:
+        """At most `limit` facts under `filter`, in seq order, from behind those of the page with this cursor.
+
+        Raises InvalidInput for a cursor that no page of this catalog has.
+        """
+        where, values = _rows.covered(filter)
+        # Numbers first, from an index: else the texts of all facts that follow would be read and sorted.
+        clause = (
+            f"WHERE f.seq IN (SELECT seq FROM facts WHERE scope IN (SELECT id FROM scopes WHERE {where}) "
+            "AND seq > ? ORDER BY seq LIMIT ?) ORDER BY f.seq"
+        )
+        with self._database.read() as connection:
+            key = _cursors.read_key(connection)
+            after = 0 if cursor is None else _cursors.seq_at(key, cursor)
+            facts = _rows.select_facts(connection, clause, *values, after, limit + 1)
+        has_more, facts = len(facts) > limit, facts[:limit]
+        return Page(facts, _cursors.cursor_at(key, facts[-1].seq) if has_more and facts else None)
+
+    def history(self, fact_id: str) -> list[HistoryEvent]:
+        """How a fact was added and changed, oldest first. Raises UnknownFact."""
+        with self._database.read() as connection:
+            return _changes.history(connection, fact_id)
+
     def neighbours_before(self, fact: Fact, n: int) -> list[Fact]:
         """The last `n` facts of the same exact scope that were stored before `fact`, oldest first."""
         clause = (
@@ -219,31 +182,45 @@ class Catalog:
         return self._number("SELECT count(*) FROM scopes WHERE id IN (SELECT scope FROM facts)", ())
 
     def epoch(self, filter: Scope) -> int:
-        """Memory epoch of `filter`: rises with every deletion under it and never falls."""
+        """Memory epoch of `filter`: rises with every deletion and rewording under it and never falls."""
         with self._database.read() as connection:
             return _rows.read_epoch(connection, filter)
 
+    def update(self, fact: Fact, turn: Turn, vector: NDArray[np.float32] | None = None) -> Update | None:
+        """Change `fact`, as it was read, to say `turn`; None where it was changed meanwhile: read it again.
+
+        vector: float32 [dim], of the new wording; needed only where that differs. The fact keeps its
+        id, its place in the order and `created_at`. Where its wording changes, every encoding that has
+        seen it goes as by a deletion, and the caller sends `keys` and `epochs` to the engine. Where
+        nothing changes, nothing is written. Raises UnknownFact where it was deleted, InvalidInput for
+        a vector of another shape or what `add_facts` refuses in a turn.
+        """
+        if _changes.is_same(fact, turn):
+            return Update(fact, (), ())
+        with self._database.write() as connection:
+            return _changes.update(connection, fact, turn, vector)
+
     def delete(self, fact_id: str) -> Deletion:
-        """Remove a fact, its vector and every encoding that has seen it. Raises UnknownFact.
+        """Remove a fact, its vector, its history and every encoding that has seen it. Raises UnknownFact.
 
         The caller sends `keys` and `epochs` to the engine as an order to forget.
         """
         with self._database.write() as connection:
-            fact = next(iter(_rows.select_facts(connection, "WHERE f.id = ?", fact_id)), None)
-            if fact is None:
-                raise UnknownFact(f"no fact has the id {fact_id!r}; it may have been deleted already.")
-            keys = _passes.invalidate(connection, fact.seq)
-            connection.execute(
-                "UPDATE scopes SET epoch = epoch + 1 WHERE id = (SELECT scope FROM facts WHERE seq = ?)",
-                (fact.seq,),
-            )
-            connection.execute("DELETE FROM facts WHERE seq = ?", (fact.seq,))
-            connection.execute("INSERT INTO deletions (fact) VALUES (?)", (fact.seq,))
-            epochs = tuple(
-                ScopeEpoch(scope, _rows.read_epoch(connection, scope))
-                for scope in _rows.filters_over(fact.scope)
-            )
-        return Deletion(fact, tuple(keys), epochs)
+            deletion = _changes.delete(connection, fact_id)
+        self._database.empty_log()
+        return deletion
+
+    def delete_all(self, filter: Scope) -> ScopeDeletion:
+        """Remove all facts under `filter` (of everybody for an empty one) as `delete` does, all or none.
+
+        One transaction, however many there are: nobody sees half of a user, and a crash does not leave
+        it. Others that write wait for it meanwhile.
+        """
+        with self._database.write() as connection:
+            deletion = _changes.delete_all(connection, filter)
+        if deletion.num_facts:
+            self._database.empty_log()
+        return deletion
 
     # --- vectors -----------------------------------------------------------------------------
 
@@ -254,37 +231,9 @@ class Catalog:
             return [row[0] for row in connection.execute(f"SELECT id FROM scopes WHERE {where}", values)]
 
     def vector_changes(self, since: VectorMark, limit: int = 50_000) -> VectorChanges:
-        """At most `limit` vectors stored since the mark, and all deletions since it."""
+        """At most `limit` vectors stored since the mark, and what `limit` changes did to older facts."""
         with self._database.read() as connection:
-            embedder = _rows.read_embedder(connection)
-            rows = connection.execute(
-                "SELECT f.seq, f.scope, v.data FROM facts f JOIN vectors v ON v.fact = f.seq "
-                "WHERE f.seq > ? ORDER BY f.seq LIMIT ?",
-                (since.seq, limit),
-            ).fetchall()
-            if since == VectorMark():
-                removed, last_deletion = [], _rows.last_deletion(connection)
-            else:
-                gone = connection.execute(
-                    "SELECT id, fact FROM deletions WHERE id > ? ORDER BY id", (since.deletion,)
-                )
-                pairs = gone.fetchall()
-                removed = [seq for _, seq in pairs]
-                last_deletion = pairs[-1][0] if pairs else since.deletion
-        dim = embedder[1] if embedder else 0
-        vectors = (
-            np.frombuffer(b"".join(row[2] for row in rows), dtype="<f4")
-            .astype(np.float32)
-            .reshape(len(rows), dim)
-        )
-        return VectorChanges(
-            mark=VectorMark(rows[-1][0] if rows else since.seq, last_deletion),
-            fact_seqs=[row[0] for row in rows],
-            scope_codes=[row[1] for row in rows],
-            vectors=vectors,
-            removed_seqs=removed,
-            is_complete=len(rows) < limit,
-        )
+            return _vectors.changes_since(connection, since, limit)
 
     # --- encodings (contracts: catalog/passes.py) ----------------------------------------------
 
@@ -306,13 +255,19 @@ class Catalog:
             code = _rows.scope_code(connection, scope)
             return _passes.record_pass(connection, model, code, NewPass(window_ids, captured_ids, keys))
 
-    def record_passes(self, model: str, scope: Scope, passes: Sequence[NewPass]) -> list[int | None]:
+    def record_passes(
+        self, model: str, scope: Scope, passes: Sequence[NewPass], epoch: int | None = None
+    ) -> list[int | None]:
         """Store many passes in one transaction, each as by `record_pass`; their ids in order.
 
-        None stands for a pass of which a fact was deleted meanwhile: the others are stored all the same.
+        epoch: of `scope`, from before the facts' texts were read. None stands for a pass of which a
+        fact was deleted meanwhile: the others are stored all the same. Where the epoch has risen since,
+        none is stored: a fact may say something else by now, and the keys are those of its old text.
         """
         pass_ids: list[int | None] = []
         with self._database.write() as connection:
+            if epoch is not None and _rows.read_epoch(connection, scope) != epoch:
+                return [None] * len(passes)
             code = _rows.scope_code(connection, scope)
             for new in passes:
                 try:

@@ -75,6 +75,22 @@ class Database:
             data_version = int(handle.connection.execute("PRAGMA data_version").fetchone()[0])
             return ChangeToken(data_version, handle.own_writes)
 
+    def empty_log(self) -> None:
+        """Take what was written over into the main file and empty the log, where nobody else is reading.
+
+        The log (`-wal`) holds pages as they were before a deletion until it is written over some day.
+        Where another process reads just now, that is left to the next time: nobody waits.
+        """
+        handle = self._handle
+        if handle is None:
+            return
+        with handle.lock, suppress(sqlite3.Error):
+            try:
+                handle.connection.execute("PRAGMA busy_timeout = 0")
+                handle.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            finally:
+                handle.connection.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
+
     def close(self) -> None:
         """Close the file; any later use is a CatalogError. May be called twice."""
         with self._opening:

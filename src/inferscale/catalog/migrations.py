@@ -77,7 +77,24 @@ _FIRST = (
     f"PRAGMA application_id = {APPLICATION_ID}",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST,)
+_SECOND = (
+    # NULL for a fact that was never changed: nothing of an existing catalog has to be written anew.
+    "ALTER TABLE facts ADD COLUMN updated_at REAL",
+    # One row an update, with the text that it replaced. The newest text stands in `facts`, so a fact
+    # that was never changed, as most, needs no row and its text stands in the file once.
+    """CREATE TABLE revisions (
+        fact INTEGER NOT NULL REFERENCES facts (seq) ON DELETE CASCADE,
+        number INTEGER NOT NULL,
+        text TEXT NOT NULL,
+        replaced_at REAL NOT NULL,
+        PRIMARY KEY (fact, number)
+    ) WITHOUT ROWID""",
+    # From now on a number stands there too when the vector of its fact was replaced.
+    "ALTER TABLE deletions RENAME TO changes",
+    "INSERT INTO meta (name, value) VALUES ('cursor_key', lower(hex(randomblob(16))))",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _SECOND)
 
 
 def check_version(connection: sqlite3.Connection, path: str) -> int:

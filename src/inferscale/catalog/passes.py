@@ -3,7 +3,7 @@
 An encode pass is an ordered list of facts of one exact scope. The first `num_window` are the
 window (computed, thrown away); each of the rest is captured under a key and *attends to* every
 fact before it in the pass, and to itself. Deleting a fact therefore invalidates its own keys and
-those of all captured facts behind it. Knows nothing of tokens and KV.
+those of all captured facts behind it; so does changing what it says. Knows nothing of tokens and KV.
 
 All functions work inside the caller's transaction.
 """
@@ -223,6 +223,29 @@ def invalidate(connection: sqlite3.Connection, fact_seq: int) -> list[str]:
             connection.execute("DELETE FROM pass_facts WHERE pass = ? AND position >= ?", (pass_id, position))
         else:
             connection.execute("DELETE FROM passes WHERE id = ?", (pass_id,))
+    return _not_held(connection, keys)
+
+
+def invalidate_all(connection: sqlite3.Connection, scope_codes: Iterable[int]) -> list[str]:
+    """Remove all encodings of exact scopes and return the keys that nobody needs any more.
+
+    A pass holds facts of one exact scope only, so none is shortened: they all go.
+    """
+    passes = (
+        "IN (SELECT p.pass FROM facts f JOIN pass_facts p ON p.fact = f.seq "
+        "WHERE f.scope IN (SELECT value FROM json_each(?)))"
+    )
+    codes = json.dumps(list(scope_codes))
+    found = connection.execute(
+        f"SELECT key FROM encodings WHERE pass {passes} ORDER BY pass, position", (codes,)
+    )
+    keys = list(dict.fromkeys(row[0] for row in found.fetchall()))
+    connection.execute(f"DELETE FROM passes WHERE id {passes}", (codes,))
+    return _not_held(connection, keys)
+
+
+def _not_held(connection: sqlite3.Connection, keys: Sequence[str]) -> list[str]:
+    """Those of the keys that no encoding has."""
     held = connection.execute(
         "SELECT DISTINCT key FROM encodings WHERE key IN (SELECT value FROM json_each(?))",
         (json.dumps(keys),),

@@ -13,8 +13,9 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from inferscale.catalog.catalog import Catalog, FoundFacts
+from inferscale.catalog.catalog import Catalog
 from inferscale.catalog.database import ChangeToken
+from inferscale.catalog.results import FoundFacts
 from inferscale.facts import Fact, Scope
 
 MAX_FACTS = 100_000
@@ -96,5 +97,13 @@ def _own(fact: Fact) -> Fact:
     """A copy that shares nothing that can be changed. (`dataclasses.replace` takes three times as long.)"""
     metadata = copy.deepcopy(fact.metadata) if fact.metadata else {}
     return Fact(
-        fact.id, fact.seq, fact.scope, fact.text, fact.speaker, fact.said_at, fact.created_at, metadata
+        fact.id,
+        fact.seq,
+        fact.scope,
+        fact.text,
+        fact.speaker,
+        fact.said_at,
+        fact.created_at,
+        fact.updated_at,
+        metadata,
     )

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from inferscale.catalog.results import ScopeEpoch
 from inferscale.errors import InvalidInput
 from inferscale.facts import Fact, Scope
 
 _FACTS = (
     "SELECT f.id, f.seq, s.user_id, s.agent_id, s.run_id, "
-    "f.text, f.speaker, f.said_at, f.created_at, f.metadata "
+    "f.text, f.speaker, f.said_at, f.created_at, coalesce(f.updated_at, f.created_at), f.metadata "
     "FROM facts f JOIN scopes s ON s.id = f.scope "
 )
+
+SCOPE_COLUMNS = ("user_id", "agent_id", "run_id")
 
 
 class Condition(NamedTuple):
@@ -26,15 +30,7 @@ class Condition(NamedTuple):
 
 def covered(filter: Scope) -> Condition:
     """SQL condition on `scopes` for the exact scopes that `filter` covers."""
-    given = [
-        (column, value)
-        for column, value in (
-            ("user_id", filter.user_id),
-            ("agent_id", filter.agent_id),
-            ("run_id", filter.run_id),
-        )
-        if value is not None
-    ]
+    given = [(name, value) for name in SCOPE_COLUMNS if (value := getattr(filter, name)) is not None]
     return Condition(
         " AND ".join(f"{column} = ?" for column, _ in given) or "TRUE", [value for _, value in given]
     )
@@ -58,6 +54,29 @@ def read_epoch(connection: sqlite3.Connection, filter: Scope) -> int:
     )
 
 
+def read_epochs(connection: sqlite3.Connection, filters: Iterable[Scope]) -> list[ScopeEpoch]:
+    """The epoch of each filter, none of which is empty, in their order.
+
+    One query for all filters that give the same ids: asked for one by one, a user with many runs
+    would have all runs read for each of them.
+    """
+    wanted = list(filters)
+    by_columns: dict[tuple[str, ...], list[Scope]] = {}
+    for filter in wanted:
+        columns = tuple(name for name in SCOPE_COLUMNS if getattr(filter, name) is not None)
+        by_columns.setdefault(columns, []).append(filter)
+    epochs: dict[Scope, int] = {}
+    for columns, alike in by_columns.items():
+        where = " AND ".join(f"{name} IN (SELECT value FROM json_each(?))" for name in columns)
+        listed = ", ".join(columns)
+        values = [json.dumps(list({getattr(filter, name) for filter in alike})) for name in columns]
+        found = connection.execute(
+            f"SELECT sum(epoch), {listed} FROM scopes WHERE {where} GROUP BY {listed}", values
+        )
+        epochs.update({Scope(**dict(zip(columns, ids, strict=True))): epoch for epoch, *ids in found})
+    return [ScopeEpoch(filter, epochs.get(filter, 0)) for filter in wanted]
+
+
 def scope_code(connection: sqlite3.Connection, scope: Scope) -> int:
     """Code of an exact scope, made on first use."""
     ids = (scope.user_id, scope.agent_id, scope.run_id)
@@ -79,11 +98,13 @@ def select_facts(connection: sqlite3.Connection, clause: str, *values: object) -
     scopes: dict[tuple[str | None, ...], Scope] = {}
     facts = []
     for row in connection.execute(_FACTS + clause, values).fetchall():
-        fact_id, seq, user_id, agent_id, run_id, text, speaker, said_at, created_at, metadata = row
+        fact_id, seq, user_id, agent_id, run_id, text, speaker, said_at, created_at, updated_at, metadata = (
+            row
+        )
         ids = (user_id, agent_id, run_id)
         scope = scopes.get(ids) or scopes.setdefault(ids, Scope(*ids))
         own = {} if metadata == "{}" else json.loads(metadata)
-        facts.append(Fact(fact_id, seq, scope, text, speaker, said_at, created_at, own))
+        facts.append(Fact(fact_id, seq, scope, text, speaker, said_at, created_at, updated_at, own))
     return facts
 
 
@@ -95,10 +116,6 @@ class EmbedderIdentity(NamedTuple):
 def read_embedder(connection: sqlite3.Connection) -> EmbedderIdentity | None:
     found = dict(connection.execute("SELECT name, value FROM meta WHERE name LIKE 'embedder_%'").fetchall())
     return EmbedderIdentity(found["embedder_name"], int(found["embedder_dim"])) if found else None
-
-
-def last_deletion(connection: sqlite3.Connection) -> int:
-    return int(connection.execute("SELECT coalesce(max(id), 0) FROM deletions").fetchone()[0])
 
 
 def metadata_json(metadata: dict[str, Any]) -> str:

@@ -12,7 +12,9 @@ from inferscale.cli.demo import demo
 from inferscale.cli.doctor import doctor
 from inferscale.cli.facts import add, delete, list_facts, search
 from inferscale.cli.ingest import ingest
+from inferscale.cli.mcp import mcp
 from inferscale.cli.output import one_line
+from inferscale.cli.serve import serve
 from inferscale.cli.warm import warm
 from inferscale.errors import InferScaleError
 
@@ -38,5 +40,5 @@ def main() -> None:
     """Long-term memory for self-hosted LLMs: facts are injected as KV instead of prefilled as text."""
 
 
-for _command in (demo, add, ingest, search, list_facts, delete, chat, warm, doctor, bench):
+for _command in (demo, add, ingest, search, list_facts, delete, chat, warm, serve, mcp, doctor, bench):
     main.add_command(_command)

@@ -1,0 +1,144 @@
+"""Changing and removing stored facts, inside the caller's transaction.
+
+Every KV that has seen what is changed or removed is invalidated by the same transaction, and the
+epochs of all filters over it rise: a crash leaves all of a change or nothing. A deletion takes the
+history along, for it holds the fact's former texts. Knows nothing of tokens and KV.
+
+**An update keeps the fact's sequence number.** A new one would let other processes learn of the new
+vector as of a deletion and an addition, but the number is also the order in which things were said:
+a corrected turn would move behind its conversation and be encoded with other turns before it, and
+who pages through a scope and changes what he reads would meet the same facts again and never come
+to an end. So the number goes into the same log as that of a deleted fact, and a reader that finds
+the fact still there reads its vector again (`catalog/vectors.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferscale.catalog import passes as _passes
+from inferscale.catalog import rows as _rows
+from inferscale.catalog import vectors as _vectors
+from inferscale.catalog.results import Deletion, ScopeDeletion, ScopeEpoch, Update
+from inferscale.errors import UnknownFact
+from inferscale.facts import Fact, HistoryEvent, Scope, Turn, Wording
+
+
+def is_same(fact: Fact, turn: Turn) -> bool:
+    """Whether an update to `turn` would change nothing. Raises InvalidInput for metadata that is not JSON."""
+    # Compared as JSON: in Python 1, 1.0 and True are equal.
+    metadata = _rows.metadata_json(turn.metadata)
+    return Wording.of(turn) == Wording.of(fact) and metadata == _rows.metadata_json(fact.metadata)
+
+
+def update(
+    connection: sqlite3.Connection, fact: Fact, turn: Turn, vector: NDArray[np.float32] | None
+) -> Update | None:
+    """Change `fact` to `turn`; None where it is no longer as given. Raises UnknownFact where it is gone.
+
+    vector: float32 [dim], of the new wording; not used where the wording stays.
+    """
+    if read_fact(connection, fact.id) != fact:
+        return None
+    now = max(time.time(), fact.updated_at)  # a clock that was set back must not turn history round
+    forgotten = Update(fact, (), ())
+    if Wording.of(turn) != Wording.of(fact):
+        assert vector is not None
+        embedder = _vectors.fitting_embedder(connection, vector.reshape(1, -1), 1)
+        keys = tuple(_passes.invalidate(connection, fact.seq))
+        _vectors.store(connection, embedder, fact.seq, vector)
+        _vectors.note_change(connection, fact.seq)
+        forgotten = Update(fact, keys, _raised_epochs(connection, {_code(connection, fact): fact.scope}))
+    connection.execute(
+        "INSERT INTO revisions (fact, number, text, replaced_at) "
+        "SELECT ?1, count(*), ?2, ?3 FROM revisions WHERE fact = ?1",
+        (fact.seq, fact.text, now),
+    )
+    metadata = _rows.metadata_json(turn.metadata)
+    connection.execute(
+        "UPDATE facts SET text = ?, speaker = ?, said_at = ?, metadata = ?, updated_at = ? WHERE seq = ?",
+        (turn.text, turn.speaker, turn.said_at, metadata, now, fact.seq),
+    )
+    changed = replace(
+        fact,
+        text=turn.text,
+        speaker=turn.speaker,
+        said_at=turn.said_at,
+        updated_at=now,
+        metadata=json.loads(metadata),
+    )
+    return forgotten._replace(fact=changed)
+
+
+def delete(connection: sqlite3.Connection, fact_id: str) -> Deletion:
+    """Remove a fact, its vector, its history and every encoding that has seen it. Raises UnknownFact."""
+    fact = read_fact(connection, fact_id)
+    keys = _passes.invalidate(connection, fact.seq)
+    epochs = _raised_epochs(connection, {_code(connection, fact): fact.scope})
+    connection.execute("DELETE FROM facts WHERE seq = ?", (fact.seq,))
+    _vectors.note_change(connection, fact.seq)
+    return Deletion(fact, tuple(keys), epochs)
+
+
+def delete_all(connection: sqlite3.Connection, filter: Scope) -> ScopeDeletion:
+    """Remove all facts under `filter` as `delete` does; none where it covers none."""
+    where, values = _rows.covered(filter)
+    found = connection.execute(
+        f"SELECT id, user_id, agent_id, run_id FROM scopes WHERE {where} "
+        "AND EXISTS (SELECT 1 FROM facts WHERE facts.scope = scopes.id)",
+        values,
+    ).fetchall()
+    scopes = {code: Scope(*ids) for code, *ids in found}
+    codes = json.dumps(list(scopes))
+    keys = _passes.invalidate_all(connection, scopes)
+    epochs = _raised_epochs(connection, scopes)
+    of_these = "FROM facts WHERE scope IN (SELECT value FROM json_each(?))"
+    connection.execute(f"INSERT INTO changes (fact) SELECT seq {of_these} ORDER BY seq", (codes,))
+    num_facts = connection.execute(f"DELETE {of_these}", (codes,)).rowcount
+    return ScopeDeletion(num_facts, tuple(keys), epochs)
+
+
+def history(connection: sqlite3.Connection, fact_id: str) -> list[HistoryEvent]:
+    """What became of a fact, oldest first. Raises UnknownFact.
+
+    Its addition is not stored: the first text that was replaced, or else the text of today, was added.
+    """
+    fact = read_fact(connection, fact_id)
+    replaced = connection.execute(
+        "SELECT text, replaced_at FROM revisions WHERE fact = ? ORDER BY number", (fact.seq,)
+    ).fetchall()
+    texts = [*(text for text, _ in replaced), fact.text]
+    events = [HistoryEvent("ADD", texts[0], None, fact.created_at)]
+    for (previous, at), text in zip(replaced, texts[1:], strict=True):
+        events.append(HistoryEvent("UPDATE", text, previous, at))
+    return events
+
+
+def read_fact(connection: sqlite3.Connection, fact_id: str) -> Fact:
+    """The fact with this id. Raises UnknownFact."""
+    found = _rows.select_facts(connection, "WHERE f.id = ?", fact_id)
+    if not found:
+        raise UnknownFact(f"no fact has the id {fact_id!r}; it may have been deleted already.")
+    return found[0]
+
+
+def _code(connection: sqlite3.Connection, fact: Fact) -> int:
+    """Of the exact scope of a stored fact."""
+    return int(connection.execute("SELECT scope FROM facts WHERE seq = ?", (fact.seq,)).fetchone()[0])
+
+
+def _raised_epochs(connection: sqlite3.Connection, scopes: Mapping[int, Scope]) -> tuple[ScopeEpoch, ...]:
+    """Raise the epochs of exact scopes, by code; the new one of every filter that covers any of them."""
+    connection.execute(
+        "UPDATE scopes SET epoch = epoch + 1 WHERE id IN (SELECT value FROM json_each(?))",
+        (json.dumps(list(scopes)),),
+    )
+    filters = dict.fromkeys(filter for scope in scopes.values() for filter in _rows.filters_over(scope))
+    return tuple(_rows.read_epochs(connection, filters))

@@ -1,0 +1,83 @@
+"""Vectors of facts, and how a reader of them keeps up, inside the caller's transaction.
+
+Two growing numbers say how far a reader has come. Facts have ever higher sequence numbers, so new
+ones are those above the last that it read. A fact that is deleted, or whose vector is replaced, puts
+its number into `changes`; whether it is still there says which of the two it was.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferscale.catalog.results import VectorChanges, VectorMark
+from inferscale.catalog.rows import EmbedderIdentity, read_embedder
+from inferscale.errors import CatalogError, InvalidInput
+
+
+def fitting_embedder(
+    connection: sqlite3.Connection, vectors: NDArray[np.float32], num_rows: int
+) -> EmbedderIdentity:
+    """The recorded embedder, which made these vectors. Raises InvalidInput for another shape."""
+    embedder = read_embedder(connection)
+    if embedder is None:
+        raise CatalogError("The catalog knows no embedder yet; call record_embedder before facts are stored.")
+    if vectors.shape != (num_rows, embedder.dim):
+        raise InvalidInput(f"vectors have the shape {vectors.shape}; {(num_rows, embedder.dim)} is needed.")
+    return embedder
+
+
+def store(
+    connection: sqlite3.Connection, embedder: EmbedderIdentity, fact_seq: int, vector: NDArray[np.float32]
+) -> None:
+    """Store the vector of a fact, float32 [dim], in place of the one that it has, if any."""
+    connection.execute(
+        "INSERT OR REPLACE INTO vectors (fact, embedder, dim, data) VALUES (?, ?, ?, ?)",
+        (fact_seq, embedder.name, embedder.dim, np.asarray(vector, dtype="<f4").tobytes()),
+    )
+
+
+def note_change(connection: sqlite3.Connection, fact_seq: int) -> None:
+    """Let all readers know that this fact is removed, or its vector replaced, by this transaction."""
+    connection.execute("INSERT INTO changes (fact) VALUES (?)", (fact_seq,))
+
+
+def changes_since(connection: sqlite3.Connection, since: VectorMark, limit: int) -> VectorChanges:
+    """At most `limit` new vectors, and what became of older facts by at most `limit` changes."""
+    embedder = read_embedder(connection)
+    new = connection.execute(
+        "SELECT f.seq, f.scope, v.data FROM facts f JOIN vectors v ON v.fact = f.seq "
+        "WHERE f.seq > ? ORDER BY f.seq LIMIT ?",
+        (since.seq, limit),
+    ).fetchall()
+    if since == VectorMark():
+        # A reader that knows nothing gets vectors as they are now: older changes are none to it.
+        last = connection.execute("SELECT coalesce(max(id), 0) FROM changes").fetchone()
+        replaced, removed, last_change, num_changes = list[Any](), list[int](), int(last[0]), 0
+    else:
+        found = connection.execute(
+            "SELECT c.id, c.fact, f.scope, v.data FROM changes c LEFT JOIN facts f ON f.seq = c.fact "
+            "LEFT JOIN vectors v ON v.fact = f.seq AND f.seq <= ? WHERE c.id > ? ORDER BY c.id LIMIT ?",
+            (since.seq, since.change, limit),
+        ).fetchall()
+        # A fact above the mark is not known to the reader: it is, or will be, among the new ones.
+        rows = {fact: (fact, code, data) for _, fact, code, data in found if data is not None}
+        replaced = [rows[fact] for fact in sorted(rows)]
+        removed = list(dict.fromkeys(fact for _, fact, code, _ in found if code is None))
+        last_change, num_changes = (found[-1][0] if found else since.change), len(found)
+    return VectorChanges(
+        mark=VectorMark(new[-1][0] if new else since.seq, last_change),
+        fact_seqs=[row[0] for row in (*replaced, *new)],
+        scope_codes=[row[1] for row in (*replaced, *new)],
+        vectors=_array([row[2] for row in (*replaced, *new)], embedder.dim if embedder else 0),
+        removed_seqs=removed,
+        is_complete=len(new) < limit and num_changes < limit,
+    )
+
+
+def _array(blobs: Sequence[bytes], dim: int) -> NDArray[np.float32]:
+    return np.frombuffer(b"".join(blobs), dtype="<f4").astype(np.float32).reshape(len(blobs), dim)

@@ -1,0 +1,151 @@
+"""`inferscale serve`: stock vLLM's API server with memory, in place of this process."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import click
+
+from inferscale.cli.engine import prepare_engine
+from inferscale.cli.options import COUNT, POSITIVE, memory_options, read_size
+from inferscale.cli.output import say
+from inferscale.config import AUTO, DEFAULT_POOL_BYTES, ConnectorConfig, ServerConfig
+
+_DEFAULT = ServerConfig()
+
+
+class _Serve(click.Command):
+    """`-h` alone is help, as elsewhere; among vLLM's flags it could be a letter of a short one (`-dph`)."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, ["--help"] if args == ["-h"] else args)
+
+
+@click.command(cls=_Serve, context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
+@click.argument("model")
+@click.argument("vllm_flags", metavar="[VLLM_FLAGS]...", nargs=-1, type=click.UNPROCESSED)
+@memory_options
+@click.option(
+    "--embedder-device",
+    metavar="DEVICE",
+    default=_DEFAULT.embedder_device,
+    show_default=True,
+    help="Where the embedder and the search index run, such as cpu or cuda:0.",
+)
+@click.option(
+    "--pool-size",
+    metavar="SIZE",
+    default=AUTO,
+    show_default=True,
+    callback=read_size,
+    help="Memory for the facts' KV on each worker, such as 512MiB or 2GB. auto: a quarter of what the model "
+    f"leaves on a GPU, {DEFAULT_POOL_BYTES // 2**30}GiB elsewhere.",
+)
+@click.option(
+    "--window",
+    type=COUNT,
+    default=_DEFAULT.window,
+    show_default=True,
+    help="Facts that stand before the captured ones while they are encoded.",
+)
+@click.option(
+    "--stride", type=POSITIVE, default=_DEFAULT.stride, show_default=True, help="Facts captured by one pass."
+)
+@click.option(
+    "--injection-path",
+    type=click.Choice(["auto", "fused", "portable"]),
+    default=ConnectorConfig.injection_path,
+    show_default=True,
+    help="How KV is written: by kernels for CUDA GPUs, or by plain torch.",
+)
+@click.option(
+    "--top-k",
+    type=COUNT,
+    default=_DEFAULT.top_k,
+    show_default=True,
+    help="Facts for chats that do not say how many.",
+)
+@click.option(
+    "--user-field/--no-user-field",
+    default=_DEFAULT.use_user_field,
+    show_default=True,
+    help="Chats without a `memory` object use the memory of their OpenAI field `user`.",
+)
+@click.option(
+    "--keys-file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="JSON file that binds API keys to tenants.",
+)
+@click.option(
+    "--allow-remote-without-key",
+    is_flag=True,
+    help="Let a --host that others can reach stand without an API key: whoever reaches it has all memory.",
+)
+@click.option("--print-command", is_flag=True, help="Print what would be started, API keys masked.")
+def serve(
+    model: str,
+    vllm_flags: tuple[str, ...],
+    data_dir: Path | None,
+    embedder: str | None,
+    embedder_device: str,
+    pool_size: int | None,
+    window: int,
+    stride: int,
+    injection_path: Any,
+    top_k: int,
+    user_field: bool,
+    keys_file: Path | None,
+    allow_remote_without_key: bool,
+    print_command: bool,
+) -> None:
+    """Serve MODEL (a folder or a hub name) with memory: stock vLLM's OpenAI-compatible API server.
+
+    All flags of vLLM can follow, such as --port 8001 or --max-model-len 8192; they are passed on as they
+    are, as is everything behind --. On a GPU, vLLM's share of the memory is set so that the facts' KV fits
+    beside it.
+
+    Set VLLM_API_KEY to an API key to answer other machines; without one, only this machine is answered.
+    vLLM's flag --api-key works too, but every user of the machine can read it in the process list.
+    """
+    environment = dict(os.environ)
+    prepare_engine(verbose=False)  # for this process, which asks vLLM for the GPUs; the server's is as it was
+    from inferscale.serve_command import serve_command
+
+    command = serve_command(
+        model,
+        vllm_flags,
+        ConnectorConfig(
+            pool_size_bytes=AUTO if pool_size is None else pool_size, injection_path=injection_path
+        ),
+        ServerConfig(
+            data_dir=None if data_dir is None else str(data_dir.absolute()),
+            embedder=_absolute(embedder),
+            embedder_device=embedder_device,
+            window=window,
+            stride=stride,
+            top_k=top_k,
+            use_user_field=user_field,
+            keys_file=None if keys_file is None else str(keys_file.absolute()),
+            allow_remote_without_key=allow_remote_without_key,
+        ),
+        environment,
+        engine_id=str(uuid.uuid4()),
+    )
+    for note in command.notes:
+        say(note)
+    if print_command:
+        click.echo(str(command))
+        return
+    say(f"Starting: {command}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execvpe(command.arguments[0], command.arguments, {**environment, **command.environment})
+
+
+def _absolute(embedder: str | None) -> str | None:
+    """A folder by its whole path; hub names stay."""
+    return str(Path(embedder).absolute()) if embedder and Path(embedder).is_dir() else embedder

@@ -1,0 +1,202 @@
+"""The memory API: an application of its own, in front of vLLM's. The middleware has checked the key before.
+
+Errors that are raised on purpose, and refusals of a body, are answered in OpenAI's form (`http.answer_to`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Annotated, Any, cast
+
+from fastapi import Body, Depends, FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from inferscale.errors import InferScaleError, InvalidInput
+from inferscale.facts import Scope, Turn
+from inferscale.server import models
+from inferscale.server.http import answer_to, error_body
+from inferscale.server.keys import OPERATOR, Caller, Forbidden
+from inferscale.server.service import MemoryService
+from inferscale.turns import Content
+
+logger = logging.getLogger(__name__)
+
+PREFIX = "/v1/memories"
+_POOL = ("pages", "free_pages", "page_size_tokens", "resident_segments", "evictions")
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": models.ErrorAnswer} for status in (400, 401, 403, 404, 503)
+}
+
+_Id = Annotated[str | None, Query(max_length=1000)]
+
+
+def _scope(user_id: _Id = None, agent_id: _Id = None, run_id: _Id = None) -> Scope:
+    return Scope(user_id, agent_id, run_id)
+
+
+def _caller(request: Request) -> Caller:
+    return cast(Caller, getattr(request.state, "caller", OPERATOR))
+
+
+_Scope = Annotated[Scope, Depends(_scope)]
+_Caller = Annotated[Caller, Depends(_caller)]
+
+
+def memory_api(service: MemoryService) -> FastAPI:
+    """The application; `request.state.caller` says who asks."""
+    api = FastAPI(
+        title="InferScale memory",
+        description="Long-term memory of the users of this server. Chats use it by a `memory` object.",
+        docs_url=f"{PREFIX}/docs",
+        openapi_url=f"{PREFIX}/openapi.json",
+        redoc_url=None,
+        responses=_ERRORS,
+        redirect_slashes=False,
+    )
+    _answer_errors(api)
+    _add_routes(api, service)
+    _add_operator_routes(api, service)
+    _add_routes_of_one(api, service)  # last: `{fact_id}` would match the words above
+    return api
+
+
+def _add_routes(api: FastAPI, service: MemoryService) -> None:
+    @api.post(PREFIX, status_code=201)
+    async def add(body: models.AddBody, caller: _Caller) -> models.AddedList:
+        """Store memories. They can be searched at once, and injected when they are encoded."""
+        facts = await service.add(
+            caller,
+            body.scope(),
+            _contents(body),
+            speaker=body.speaker,
+            said_at=body.said_at,
+            metadata=body.metadata,
+        )
+        return models.AddedList(
+            data=[models.memory_of(fact) for fact in facts], pending=service.gate.num_waiting
+        )
+
+    @api.post(f"{PREFIX}/search")
+    async def search(body: models.SearchBody, caller: _Caller) -> models.FoundList:
+        """The memories most similar to a query, best first."""
+        hits = await service.search(caller, body.scope(), body.query, body.top_k)
+        return models.FoundList(data=[models.found_memory(fact, score) for fact, score in hits])
+
+    @api.get(PREFIX)
+    async def page(
+        scope: _Scope,
+        caller: _Caller,
+        limit: Annotated[int, Query(ge=1, le=1000)] = 100,
+        after: Annotated[str | None, Query(max_length=200)] = None,
+    ) -> models.MemoryPage:
+        """The memories of a scope, oldest first. after: `next_cursor` of the page before."""
+        found = await service.page(caller, scope, limit, after)
+        return models.MemoryPage(
+            data=[models.memory_of(fact) for fact in found.facts],
+            has_more=found.next_cursor is not None,
+            next_cursor=found.next_cursor,
+        )
+
+    @api.delete(PREFIX)
+    async def delete_all(scope: _Scope, caller: _Caller) -> models.Deleted:
+        """Delete every memory of a scope."""
+        return models.Deleted(deleted=await service.delete_all(caller, scope))
+
+
+def _add_operator_routes(api: FastAPI, service: MemoryService) -> None:
+    @api.post(f"{PREFIX}/warm", status_code=202)
+    async def warm(
+        caller: _Caller, body: Annotated[models.ScopeBody | None, Body()] = None
+    ) -> models.Warming:
+        """Encode what is not in the pool; without a scope everything, as far as there is room."""
+        return models.Warming(pending=await service.warm(caller, Scope() if body is None else body.scope()))
+
+    @api.get(f"{PREFIX}/stats")
+    async def stats(scope: _Scope, caller: _Caller) -> models.StatsAnswer:
+        """Numbers of a scope, or of all."""
+        found = await service.stats(caller, scope)
+        pool = {name: int(found.counters[name]) for name in _POOL if name in found.counters}
+        return models.StatsAnswer(
+            facts=found.num_facts,
+            injectable=found.num_injectable,
+            pending=found.num_pending,
+            injection=found.injection,
+            pool=pool,
+            counters={name: int(value) for name, value in found.counters.items() if name not in pool},
+        )
+
+    @api.put(f"{PREFIX}/injection")
+    async def switch(body: models.InjectionBody, caller: _Caller) -> models.Injection:
+        """Inject, or have the same facts as text, in every chat that this API process answers."""
+        caller.check_operator()
+        service.injects = body.enabled
+        return models.Injection(enabled=service.injects)
+
+
+def _add_routes_of_one(api: FastAPI, service: MemoryService) -> None:
+    @api.get(f"{PREFIX}/{{fact_id}}")
+    async def get(fact_id: str, caller: _Caller) -> models.Memory:
+        return models.memory_of(await service.get(caller, fact_id))
+
+    @api.put(f"{PREFIX}/{{fact_id}}")
+    async def change(fact_id: str, body: models.ChangeBody, caller: _Caller) -> models.Memory:
+        """Change a memory under the same id; what it was stays in its history."""
+        changes = {name: getattr(body, name) for name in body.model_fields_set}
+        for name in ("text", "metadata"):
+            if name in changes and changes[name] is None:
+                raise InvalidInput(f"{name} is null; leave it out to keep it as it is.")
+        return models.memory_of(await service.update(caller, fact_id, changes))
+
+    @api.delete(f"{PREFIX}/{{fact_id}}")
+    async def delete(fact_id: str, caller: _Caller) -> models.Deleted:
+        """Delete a memory with its history: it is in no answer to a request that begins after this one."""
+        await service.delete(caller, fact_id)
+        return models.Deleted(id=fact_id, deleted=1)
+
+    @api.get(f"{PREFIX}/{{fact_id}}/history")
+    async def history(fact_id: str, caller: _Caller) -> models.History:
+        """How a memory was stored and changed, oldest first."""
+        events = await service.history(caller, fact_id)
+        return models.History(data=[models.event_of(event) for event in events])
+
+
+def _contents(body: models.AddBody) -> Content | Sequence[Content]:
+    given = [value for value in (body.text, body.messages, body.items) if value is not None]
+    if len(given) != 1:
+        raise InvalidInput(
+            f"{len(given)} of 'text', 'messages' and 'items' were given; give exactly one of them."
+        )
+    if body.items is not None:
+        return [Turn(item.text, item.speaker, item.said_at, item.metadata or {}) for item in body.items]
+    return cast("Content | Sequence[Content]", given[0])
+
+
+def _answer_errors(api: FastAPI) -> None:
+    @api.exception_handler(RequestValidationError)
+    async def refused(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
+        name = ".".join(place) or "the body"
+        message = f"{name}: {first['msg']}."
+        return JSONResponse(error_body(400, message, "invalid_value", name), 400)
+
+    @api.exception_handler(HTTPException)
+    async def unknown(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase}."
+        return JSONResponse(
+            error_body(error.status_code, message), error.status_code, headers=dict(error.headers or {})
+        )
+
+    @api.exception_handler(Exception)
+    async def failed(request: Request, error: Exception) -> JSONResponse:
+        status, body = answer_to(error)
+        if status >= 500:
+            logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return JSONResponse(body, status)
+
+    for known in (InferScaleError, Forbidden):
+        api.add_exception_handler(known, failed)

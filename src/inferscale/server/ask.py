@@ -1,0 +1,59 @@
+"""The `memory` object of a chat body, read and checked. Knows nothing of HTTP and of what is found."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, cast, get_args
+
+from inferscale.chat_plan import Mode
+from inferscale.config import ServerConfig
+from inferscale.errors import InvalidInput
+from inferscale.facts import Scope
+from inferscale.turns import read_scope
+
+_FIELDS = ("user_id", "agent_id", "run_id", "top_k", "mode", "tail", "store")
+_MAX_TOP_K = 1000
+
+
+class MemoryAsk(NamedTuple):
+    """What a chat asks of its memory."""
+
+    scope: Scope
+    top_k: int
+    mode: Mode
+    tail: int
+    store: bool
+
+
+def take_ask(body: dict[str, Any], config: ServerConfig) -> MemoryAsk | None:
+    """Take `memory` out of a chat body; None for a chat without it. Raises InvalidInput."""
+    given = body.pop("memory", None)
+    user = body.get("user") if config.use_user_field else None
+    if given is None:
+        if not isinstance(user, str) or not user:
+            return None
+        given = {}
+    if not isinstance(given, dict):
+        raise InvalidInput(f"memory is {given!r:.100}; allowed is an object with {', '.join(_FIELDS)}.")
+    unknown = sorted(set(given) - set(_FIELDS))
+    if unknown:
+        raise InvalidInput(
+            f"memory has unknown fields {', '.join(unknown)!r:.200}; allowed are {', '.join(_FIELDS)}."
+        )
+    mode = given.get("mode", "inject")
+    if mode not in get_args(Mode):
+        raise InvalidInput(f"memory.mode is {mode!r:.100}; allowed are {', '.join(get_args(Mode))}.")
+    store = given.get("store", False)
+    if not isinstance(store, bool):
+        raise InvalidInput(f"memory.store is {store!r:.100}; allowed are true and false.")
+    user_id = given.get("user_id", user)
+    scope = read_scope(user_id, given.get("agent_id"), given.get("run_id"))
+    top_k = _count(given.get("top_k", config.top_k), "top_k")
+    return MemoryAsk(scope, top_k, cast(Mode, mode), _count(given.get("tail", 0), "tail"), store)
+
+
+def _count(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TOP_K:
+        raise InvalidInput(
+            f"memory.{name} is {value!r:.100}; allowed are whole numbers from 0 to {_MAX_TOP_K}."
+        )
+    return value

@@ -1,0 +1,172 @@
+"""The one place that knows vLLM's API process: its state, its engine client, its way of rendering.
+
+Read from `app.state` (vllm/entrypoints/openai/api_server.py, `init_app_state`), the same in 0.25 and 0.32.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import itertools
+import os
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inferscale.config import ConnectorConfig, ServerConfig, connector_config, from_mapping
+from inferscale.errors import EngineError
+from inferscale.plan import WIRE_KEY, Order, Plan, salt_of, to_wire
+from inferscale.prompt import ContentFormat, PromptBuilder
+from inferscale.tokenization import load_tokenizer
+
+CONNECTOR = "InferScaleConnector"
+
+
+@dataclass(frozen=True)
+class Front:
+    """What the server's memory knows of the engine it belongs to.
+
+    accepts_ids: whether a chat's exact token ids can be handed over (vLLM 0.32 does); else vLLM renders
+    the messages, and the connector finds the segments in its ids.
+    """
+
+    client: Any
+    connector: ConnectorConfig
+    server: ServerConfig
+    max_model_len: int
+    api_keys: tuple[str, ...]
+    accepts_ids: bool
+    model_config: Any
+    args: Any
+
+    @property
+    def runtime_dir(self) -> Path:
+        assert self.connector.runtime_dir is not None
+        return Path(self.connector.runtime_dir)
+
+
+def front_of(state: Any) -> Front:
+    """Read vLLM's state. Raises EngineError where it has no connector of ours, and InvalidConfig."""
+    config, args = state.vllm_config, state.args
+    transfer = config.kv_transfer_config
+    if transfer is None or transfer.kv_connector != CONNECTOR:
+        given = "none" if transfer is None else repr(transfer.kv_connector)
+        raise EngineError(
+            f"MemoryMiddleware needs the KV connector {CONNECTOR!r}, but vLLM runs {given}. Start it with "
+            "`inferscale serve`, or with the --kv-transfer-config of the README."
+        )
+    connector = connector_config(transfer.kv_connector_extra_config, str(transfer.engine_id))
+    server = from_mapping(ServerConfig, connector.server, 'kv_connector_extra_config["server"]')
+    given_keys = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
+    keys = [given_keys] if isinstance(given_keys, str) else given_keys
+    return Front(
+        client=state.engine_client,
+        connector=connector,
+        server=server,
+        max_model_len=int(config.model_config.max_model_len),
+        api_keys=tuple(key for key in keys if key),
+        accepts_ids=_accepts_ids(),
+        model_config=config.model_config,
+        args=args,
+    )
+
+
+def _accepts_ids() -> bool:
+    """Whether chats take `kv_transfer_params["prompt_token_ids"]`."""
+    try:
+        from vllm.renderers import online_renderer
+    except ImportError:
+        return False
+    return hasattr(online_renderer, "_reused_prompt_token_ids")
+
+
+def prompt_builder(front: Front) -> PromptBuilder:
+    """For the model as vLLM serves it. Raises EngineError and EngineMissing."""
+    model, args = front.model_config, front.args
+    tokenizer = load_tokenizer(
+        str(model.tokenizer), model.tokenizer_revision, trust_remote_code=bool(model.trust_remote_code)
+    )
+    template = getattr(args, "chat_template", None)
+    if template is not None and Path(str(template)).is_file():
+        template = Path(str(template)).read_text(encoding="utf-8")
+    return PromptBuilder(
+        tokenizer,
+        chat_template=template,
+        content_format=_content_format(front, tokenizer, template),
+    )
+
+
+def _content_format(front: Front, tokenizer: Any, template: str | None) -> ContentFormat:
+    given = getattr(front.args, "chat_template_content_format", None) or "auto"
+    try:
+        from vllm.renderers.hf import resolve_chat_template_content_format
+
+        found = resolve_chat_template_content_format(
+            template, None, given, tokenizer, model_config=front.model_config
+        )
+    except (ImportError, TypeError, AttributeError):
+        found = given
+    return "openai" if found == "openai" else "string"
+
+
+class EngineSide:
+    """Runs what is no chat: encode passes and orders, as requests of one token."""
+
+    def __init__(self, client: Any, model: str, secret: bytes) -> None:
+        self.model = model
+        self.secret = secret
+        self._client = client
+        self._start = uuid.uuid4().hex[:8]  # several API processes share the engine
+        self._numbers = itertools.count(1)
+
+    async def run(self, token_ids: tuple[int, ...], plan: Plan) -> dict[str, Any]:
+        """The connector's outcome of a request with this plan. Raises EngineError without one."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            extra_args={"kv_transfer_params": to_wire(plan, self.secret)},
+        )
+        prompt = {"prompt_token_ids": list(token_ids), "cache_salt": salt_of(plan, self.secret)}
+        name = f"inferscale-{self._start}-{next(self._numbers)}"
+        found: dict[str, Any] | None = None
+        async for output in self._client.generate(prompt, params, name):
+            if output.finished:
+                found = (output.kv_transfer_params or {}).get(WIRE_KEY)
+        if found is None:
+            raise EngineError("The engine gave no account of a request of the memory; its log may say why.")
+        return found
+
+    async def order(self, order: Order) -> dict[str, Any]:
+        """Carry out an order in step with execution. Raises EngineError."""
+        outcome = await self.run((0,), Plan(self.model, scope="", order=order))
+        if "answer" not in outcome:
+            raise EngineError(f"The engine did not carry out the order {order.op!r}: {outcome}")
+        answer: dict[str, Any] = outcome["answer"]
+        return answer
+
+
+def is_loopback(host: str | None) -> bool:
+    """Whether an address is of this machine alone; a Unix socket (None) is."""
+    if host is None or host in ("localhost", "testclient"):
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def tool_dicts(tools: object) -> Any:
+    """Tools as vLLM hands them to a chat template: with the fields that it adds by itself."""
+    try:
+        from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionToolsParam
+    except ImportError:
+        return tools
+    if not isinstance(tools, list):
+        return tools
+    try:
+        return [ChatCompletionToolsParam.model_validate(tool).model_dump() for tool in tools]
+    except ValueError:  # vLLM says what is wrong with them
+        return tools

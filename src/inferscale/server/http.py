@@ -1,0 +1,105 @@
+"""Small pieces of ASGI that the middleware needs: whole bodies, JSON answers, errors in OpenAI's form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from http import HTTPStatus
+from typing import Any
+
+from inferscale.errors import CatalogError, EngineError, InvalidInput, UnknownFact
+from inferscale.server.keys import Forbidden, Unauthorized
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_TYPES = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.FORBIDDEN: "permission_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+}
+
+
+class ClientLeft(Exception):
+    """The client closed the connection before its request was whole."""
+
+
+async def read_body(receive: Receive) -> bytes:
+    """The whole body of a request. Raises ClientLeft."""
+    parts = []
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        parts.append(message.get("body", b""))
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives this body first, then whatever comes."""
+    sent = False
+
+    async def receive_again() -> Message:
+        nonlocal sent
+        if sent:
+            return await receive()
+        sent = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive_again
+
+
+def header(scope: Scope, name: str) -> str | None:
+    wanted = name.lower().encode()
+    for key, value in scope.get("headers", ()):
+        if key.lower() == wanted:
+            return bytes(value).decode("latin-1")
+    return None
+
+
+def with_headers(scope: Scope, **values: str | None) -> Scope:
+    """A copy of the scope with these headers replaced, or removed where None; `_` stands for `-`."""
+    names = {name.replace("_", "-").encode(): value for name, value in values.items()}
+    kept = [(key, value) for key, value in scope.get("headers", ()) if key.lower() not in names]
+    added = [(name, value.encode("latin-1")) for name, value in names.items() if value is not None]
+    return {**scope, "headers": [*kept, *added]}
+
+
+def error_body(
+    status: int, message: str, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    kind = _TYPES.get(HTTPStatus(status), "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or str(status)}}
+
+
+def answer_to(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and body for an error that is raised on purpose; any other is 500, without its text."""
+    if isinstance(error, Unauthorized):
+        return 401, error_body(401, "An API key is needed: send it as `Authorization: Bearer KEY`.")
+    if isinstance(error, Forbidden):
+        return 403, error_body(403, str(error))
+    if isinstance(error, UnknownFact):
+        return 404, error_body(404, str(error))
+    if isinstance(error, InvalidInput):
+        return 400, error_body(400, str(error))
+    if isinstance(error, (EngineError, CatalogError)):
+        return 503, error_body(503, str(error))
+    return 500, error_body(500, "The server made a mistake; its log says more.")
+
+
+async def send_json(
+    send: Send, status: int, body: Any, headers: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    raw = json.dumps(body).encode()
+    await send_bytes(send, status, raw, [(b"content-type", b"application/json"), *(headers or [])])
+
+
+async def send_bytes(send: Send, status: int, raw: bytes, headers: list[tuple[bytes, bytes]]) -> None:
+    length = (b"content-length", str(len(raw)).encode())
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": raw, "more_body": False})

@@ -1,0 +1,73 @@
+"""Prometheus metrics of the server's memory, in the registry that vLLM's `/metrics` shows.
+
+Numbers only: no label holds an id or a text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from inferscale.chat_plan import PreparedChat
+
+_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
+
+_M = TypeVar("_M", Counter, Gauge, Histogram)
+
+
+def _metric(kind: type[_M], name: str, text: str, **settings: Any) -> _M:
+    """A metric of this process; the same one where it exists already."""
+    known = getattr(REGISTRY, "_names_to_collectors", {}).get(name)
+    return known if isinstance(known, kind) else kind(name, text, **settings)
+
+
+class Metrics:
+    """One object a process; making another one counts on in the same metrics."""
+
+    def __init__(self) -> None:
+        self.chats = _metric(
+            Counter, "inferscale_chats_total", "Chats with memory, by mode", labelnames=("mode",)
+        )
+        self.front = _metric(
+            Histogram,
+            "inferscale_front_seconds",
+            "Time before the engine: embed, search, residency, prompt",
+            labelnames=("part",),
+            buckets=_SECONDS,
+        )
+        self.tokens = _metric(
+            Counter,
+            "inferscale_prompt_tokens_total",
+            "Prompt tokens of chats with memory: injected, cached, prefilled; missing are part of prefilled",
+            labelnames=("source",),
+        )
+        self.added = _metric(Counter, "inferscale_facts_added_total", "Facts stored")
+        self.deleted = _metric(Counter, "inferscale_facts_deleted_total", "Facts deleted")
+        self.encoded = _metric(Counter, "inferscale_facts_encoded_total", "Facts whose KV was captured")
+        self.backlog = _metric(Gauge, "inferscale_encode_backlog", "Encode passes that wait or run")
+        self.pool = _metric(Gauge, "inferscale_pool_pages", "Pages of the KV pool", labelnames=("state",))
+
+    def prepared(self, mode: str, chat: PreparedChat) -> None:
+        self.chats.labels(mode).inc()
+        parts = {
+            "embed": chat.timings.embed_ms,
+            "search": chat.timings.search_ms,
+            "residency": chat.timings.residency_ms,
+            "prompt": chat.timings.prompt_ms,
+        }
+        for part, ms in parts.items():
+            self.front.labels(part).observe(ms / 1e3)
+
+    def answered(self, use: Mapping[str, Any]) -> None:
+        """use: the `memory` object of an answer."""
+        for source in ("injected", "cached", "prefilled", "missing"):
+            self.tokens.labels(source).inc(int(use.get(f"{source}_tokens") or 0))
+
+    def observe(self, num_waiting: int, stats: Mapping[str, Any]) -> None:
+        """Before somebody reads the metrics."""
+        self.backlog.set(num_waiting)
+        pages, free = int(stats.get("pages", 0)), int(stats.get("free_pages", 0))
+        self.pool.labels("free").set(free)
+        self.pool.labels("used").set(pages - free)

@@ -1,0 +1,202 @@
+"""Bodies and answers of the memory API, as its OpenAPI page shows them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from inferscale.facts import HistoryEvent, Scope
+from inferscale.server.service import ShownFact
+
+_MAX_BATCH = 10_000
+_MAX_TEXT = 10_000_000
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ScopeBody(_Body):
+    """Whose memory; at least one."""
+
+    user_id: str | None = Field(None, examples=["ana"])
+    agent_id: str | None = None
+    run_id: str | None = None
+
+    def scope(self) -> Scope:
+        return Scope(self.user_id, self.agent_id, self.run_id)
+
+
+class Item(_Body):
+    text: str = Field(max_length=_MAX_TEXT)
+    speaker: str | None = None
+    said_at: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class AddBody(ScopeBody):
+    """One of `text`, `messages` and `items`."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={
+            "examples": [
+                {"user_id": "ana", "text": "My sister lives in Oslo."},
+                {"user_id": "ana", "messages": [{"role": "user", "content": "I moved to Bergen."}]},
+                {"user_id": "ana", "items": [{"text": "Likes tea.", "said_at": "8 May 2023"}]},
+            ]
+        },
+    )
+    text: str | None = Field(None, max_length=_MAX_TEXT)
+    messages: list[dict[str, Any]] | None = Field(None, max_length=_MAX_BATCH)
+    items: list[Item] | None = Field(None, max_length=_MAX_BATCH)
+    speaker: str | None = None
+    said_at: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class SearchBody(ScopeBody):
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        json_schema_extra={"examples": [{"user_id": "ana", "query": "Where does my sister live?"}]},
+    )
+    query: str = Field(max_length=_MAX_TEXT)
+    top_k: int = Field(10, ge=0, le=1000)
+
+
+class ChangeBody(_Body):
+    """What is left out stays as it is."""
+
+    text: str | None = Field(None, max_length=_MAX_TEXT, examples=["My sister lives in Bergen now."])
+    speaker: str | None = None
+    said_at: str | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class InjectionBody(_Body):
+    enabled: bool
+
+
+class Memory(BaseModel):
+    """`injectable`: its KV is in the pool now. Times are Unix times in seconds."""
+
+    id: str
+    object: Literal["memory"] = "memory"
+    user_id: str | None
+    agent_id: str | None
+    run_id: str | None
+    text: str
+    speaker: str | None
+    said_at: str | None
+    metadata: dict[str, Any]
+    created_at: float
+    updated_at: float
+    injectable: bool
+
+
+class FoundMemory(Memory):
+    score: float
+
+
+class MemoryList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Memory]
+
+
+class AddedList(MemoryList):
+    """pending: encode passes of this server that wait or run."""
+
+    pending: int
+
+
+class FoundList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[FoundMemory]
+
+
+class MemoryPage(MemoryList):
+    has_more: bool
+    next_cursor: str | None
+
+
+class Event(BaseModel):
+    event: Literal["ADD", "UPDATE"]
+    text: str
+    previous_text: str | None
+    at: float
+
+
+class History(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Event]
+
+
+class Deleted(BaseModel):
+    object: Literal["memory.deleted"] = "memory.deleted"
+    id: str | None = None
+    deleted: int
+
+
+class Warming(BaseModel):
+    object: Literal["memory.warm"] = "memory.warm"
+    pending: int
+
+
+class StatsAnswer(BaseModel):
+    """injectable: of the scope's facts; null without a scope. pool: pages. counters: of the connector."""
+
+    object: Literal["memory.stats"] = "memory.stats"
+    facts: int
+    injectable: int | None
+    pending: int
+    injection: bool
+    pool: dict[str, int]
+    counters: dict[str, int]
+
+
+class Injection(BaseModel):
+    object: Literal["memory.injection"] = "memory.injection"
+    enabled: bool
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorDetail
+
+
+def memory_of(shown: ShownFact) -> Memory:
+    return Memory(**_fields(shown))
+
+
+def found_memory(shown: ShownFact, score: float) -> FoundMemory:
+    return FoundMemory(**_fields(shown), score=score)
+
+
+def event_of(event: HistoryEvent) -> Event:
+    return Event(event=event.event, text=event.text, previous_text=event.previous_text, at=event.at)
+
+
+def _fields(shown: ShownFact) -> dict[str, Any]:
+    fact = shown.fact
+    return {
+        "id": fact.id,
+        "user_id": fact.scope.user_id,
+        "agent_id": fact.scope.agent_id,
+        "run_id": fact.scope.run_id,
+        "text": fact.text,
+        "speaker": fact.speaker,
+        "said_at": fact.said_at,
+        "metadata": fact.metadata,
+        "created_at": fact.created_at,
+        "updated_at": fact.updated_at,
+        "injectable": shown.injectable,
+    }

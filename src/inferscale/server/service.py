@@ -1,0 +1,349 @@
+"""The memory of one API process: what is stored, found, planned, encoded and forgotten. Knows no HTTP.
+
+Text is the truth and lives in the catalog, which other processes may write as well. What blocks (SQLite, the
+embedder, rendering) runs in a few threads; the engine is asked from the event loop. Storing a fact returns
+at once, and its KV is encoded behind the gate; deleting one returns when the engine has forgotten it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+from inferscale.catalog.results import ScopeEpoch
+from inferscale.chat_plan import ChatPlanner, Mode, PreparedChat, Residents, digest_of
+from inferscale.encode_jobs import JobChooser
+from inferscale.encoder import EncodeJob, Encoder
+from inferscale.errors import EngineError, InferScaleError, UnknownFact
+from inferscale.facts import Fact, HistoryEvent, Scope, SearchHit
+from inferscale.memory import Memory
+from inferscale.plan import Order, cache_salt
+from inferscale.prompt import Draft
+from inferscale.runtime.residency import ResidencyClient
+from inferscale.runtime.secret import load_secret, open_runtime_dir
+from inferscale.server.engine import EngineSide, Front, prompt_builder
+from inferscale.server.gate import Gate
+from inferscale.server.keys import Caller
+from inferscale.server.metrics import Metrics
+from inferscale.turns import Content
+from inferscale.windows import WindowPolicy
+
+logger = logging.getLogger(__name__)
+
+_THREADS = 8
+_HEAD_IS_ENCODED = "the system text is being encoded"
+
+_A = TypeVar("_A")
+_P = ParamSpec("_P")
+
+
+class ShownFact(NamedTuple):
+    """A fact for its owner. injectable: its KV is in the pool."""
+
+    fact: Fact
+    injectable: bool
+
+
+class FactPage(NamedTuple):
+    """As `facts.Page`, for its owner."""
+
+    facts: list[ShownFact]
+    next_cursor: str | None
+
+
+class Stats(NamedTuple):
+    """num_injectable: None where it was not asked for a scope. counters: the connector's and the pool's."""
+
+    num_facts: int
+    num_injectable: int | None
+    num_pending: int
+    injection: bool
+    counters: Mapping[str, Any]
+
+
+class MemoryService:
+    """Made by `open_service`. Methods are to be called in one event loop."""
+
+    def __init__(
+        self, front: Front, memory: Memory, encoder: Encoder, residency: ResidencyClient, engine: EngineSide
+    ) -> None:
+        self.front = front
+        self.memory = memory
+        self.encoder = encoder
+        self.residency = residency
+        self.engine = engine
+        self.metrics = Metrics()
+        self.injects = True
+        """Switched by an operator; else every chat has its facts as text."""
+        self.planner = ChatPlanner(memory, encoder, front.max_model_len, self._ask_resident)
+        memory.check_text = self.planner.check_length
+        self.gate: Gate[EncodeJob] = Gate(self._encode)
+        self._jobs = JobChooser(encoder, residency)
+        self._threads = ThreadPoolExecutor(_THREADS, "inferscale-memory")
+        self._loop = asyncio.get_running_loop()
+
+    async def _run(self, work: Callable[_P, _A], *args: _P.args, **kwargs: _P.kwargs) -> _A:
+        return await self._loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
+
+    # memory -----------------------------------------------------------------------------------
+
+    async def add(
+        self,
+        caller: Caller,
+        scope: Scope,
+        content: Content | Sequence[Content],
+        *,
+        speaker: str | None = None,
+        said_at: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> list[ShownFact]:
+        """Store and return; encoding follows. Raises what `Memory.add` raises."""
+        stored = caller.stored(scope)
+        facts = await self._run(
+            self.memory.add,
+            content,
+            **_ids(stored),
+            speaker=speaker,
+            said_at=said_at,
+            metadata=metadata,
+        )
+        if facts:
+            self.metrics.added.inc(len(facts))
+            self._encode_later(stored)
+        return [ShownFact(_shown(caller, fact), False) for fact in facts]
+
+    async def search(
+        self, caller: Caller, scope: Scope, query: str, top_k: int
+    ) -> list[tuple[ShownFact, float]]:
+        """An unknown scope has no facts: whether others exist is not told."""
+        stored = caller.stored(scope)
+
+        def find() -> list[SearchHit]:
+            if not self.memory.count(**_ids(stored)):
+                return []
+            return self.memory.search(query, **_ids(stored), top_k=top_k)
+
+        hits = await self._run(find)
+        shown = await self._with_state(caller, [hit.fact for hit in hits])
+        return list(zip(shown, [hit.score for hit in hits], strict=True))
+
+    async def page(self, caller: Caller, scope: Scope, limit: int, after: str | None) -> FactPage:
+        page = await self._run(self.memory.page, **_ids(caller.stored(scope)), limit=limit, after=after)
+        return FactPage(await self._with_state(caller, page.facts), page.next_cursor)
+
+    async def get(self, caller: Caller, fact_id: str) -> ShownFact:
+        fact = await self._run(self._own, caller, fact_id)
+        return (await self._with_state(caller, [fact]))[0]
+
+    async def update(self, caller: Caller, fact_id: str, changes: Mapping[str, Any]) -> ShownFact:
+        """changes: of text, speaker, said_at and metadata, those that are given."""
+        await self._run(self._own, caller, fact_id)
+        update = await self._run(self.memory.update, fact_id, **changes)
+        await self._forget(update.keys, update.epochs)
+        if update.keys or update.epochs:
+            self._encode_later(update.fact.scope)
+        return (await self._with_state(caller, [update.fact]))[0]
+
+    async def history(self, caller: Caller, fact_id: str) -> list[HistoryEvent]:
+        await self._run(self._own, caller, fact_id)
+        return await self._run(self.memory.history, fact_id)
+
+    async def delete(self, caller: Caller, fact_id: str) -> None:
+        """Done when it returns: in the catalog, the index, the pool, and for requests that wait."""
+        await self._run(self._own, caller, fact_id)
+        deletion = await self._run(self.memory.delete, fact_id)
+        self.metrics.deleted.inc()
+        await self._forget(deletion.keys, deletion.epochs)
+
+    async def delete_all(self, caller: Caller, scope: Scope) -> int:
+        deletion = await self._run(self.memory.delete_all, **_ids(caller.stored(scope)))
+        self.metrics.deleted.inc(deletion.num_facts)
+        await self._forget(deletion.keys, deletion.epochs)
+        return deletion.num_facts
+
+    async def warm(self, caller: Caller, scope: Scope) -> int:
+        """Encode what is not in the pool, as far as it has room; returns how many passes wait already."""
+        stored = scope if scope.is_empty() else caller.stored(scope)
+        if scope.is_empty():
+            caller.check_operator()
+        self.gate.put(f"warm {digest_of(stored)}", lambda: self._run(self._jobs.to_warm, stored))
+        return self.gate.num_waiting
+
+    async def stats(self, caller: Caller, scope: Scope) -> Stats:
+        stored = scope
+        if scope.is_empty():
+            caller.check_operator()
+        else:
+            stored = caller.stored(scope)
+        return await self._run(self._stats, stored)
+
+    def _stats(self, scope: Scope) -> Stats:
+        counters = self.residency.stats()
+        num_injectable = None
+        if scope.is_empty():
+            num_facts = self.memory.catalog.count(scope)
+        else:
+            facts = self.memory.catalog.facts(scope)
+            num_facts, num_injectable = len(facts), len(self._injectable(facts))
+        return Stats(num_facts, num_injectable, self.gate.num_waiting, self.injects, counters)
+
+    def _own(self, caller: Caller, fact_id: str) -> Fact:
+        """The fact. One of another tenant is as unknown as one that does not exist."""
+        fact = self.memory.catalog.get(fact_id)
+        if fact is None or not caller.may_see(fact.scope):
+            raise UnknownFact(f"no memory has the id {fact_id!r}; it may have been deleted.")
+        return fact
+
+    async def _with_state(self, caller: Caller, facts: Sequence[Fact]) -> list[ShownFact]:
+        there = await self._run(self._injectable, facts)
+        return [ShownFact(_shown(caller, fact), fact.id in there) for fact in facts]
+
+    def _injectable(self, facts: Sequence[Fact]) -> set[str]:
+        """Ids of the facts whose KV is in the pool; none where the engine does not say."""
+        keys = self.encoder.keys(fact.id for fact in facts)
+        try:
+            there = self._jobs.resident(list(keys.values()))
+        except EngineError as error:
+            logger.warning("The pool could not be asked: %s", error)
+            return set()
+        return {fact_id for fact_id, key in keys.items() if key in there}
+
+    async def _forget(self, keys: Sequence[str], epochs: Sequence[ScopeEpoch]) -> None:
+        """The engine drops this KV, and refuses plans that are older. Goes on where the caller has left."""
+        if not keys and not epochs:
+            return
+        told = tuple((digest_of(item.scope), item.epoch) for item in epochs)
+        try:
+            await asyncio.shield(self.engine.order(Order("forget", tuple(keys), told)))
+        except EngineError:
+            # No new plan names these keys or this epoch, so nothing of it can be reached any more.
+            logger.exception("The engine was not told of a deletion; the KV stays until it is evicted")
+
+    # chat -------------------------------------------------------------------------------------
+
+    async def prepare(
+        self,
+        draft: Draft,
+        caller: Caller,
+        scope: Scope,
+        top_k: int,
+        mode: Mode,
+        tail: int,
+        max_tokens: int,
+        caller_salt: str = "",
+    ) -> PreparedChat:
+        """A chat with the best facts; what has to be encoded for the next one is. Raises InvalidInput."""
+        stored = caller.stored(scope)
+        prepared = await self._run(
+            self.planner.prepare, draft, stored, top_k, mode, tail, max_tokens, caller_salt
+        )
+        missing = {candidate.fact.id for candidate in prepared.choice.missing}
+        if missing:
+            ids = frozenset(missing)
+            name = f"repair {digest_of(stored)} {hash(ids)}"
+            self.gate.put(name, lambda: self._run(self._jobs.for_repair, stored, ids))
+        self.metrics.prepared(mode, prepared)
+        return prepared
+
+    def text_salt(self, caller: Caller, scope: Scope, epoch: int, caller_salt: str) -> str:
+        """Salt of vLLM's prefix cache for facts that stand in a prompt as text."""
+        digest = digest_of(caller.stored(scope))
+        return cache_salt(self.engine.secret, self.engine.model, digest, epoch, "text", caller_salt)
+
+    async def outcome(self, plan_id: str) -> dict[str, Any]:
+        """What the connector says of a plan; empty where it says nothing."""
+        try:
+            return await self._run(self.residency.outcome, plan_id) or {}
+        except EngineError as error:
+            logger.warning("The outcome of a chat is not known: %s", error)
+            return {}
+
+    def _ask_resident(self, head: tuple[int, ...], head_key: str, keys: Sequence[str]) -> Residents:
+        """As `AskResident`, in a thread. The head is encoded for the next chat where the pool lacks it."""
+        try:
+            there = self._jobs.resident([head_key, *keys])
+        except EngineError as error:
+            logger.warning("Facts are prefilled as text: %s", error)
+            return Residents(frozenset(), "the engine did not say which facts are in the pool")
+        if head_key in there or not there:
+            return Residents(there)
+
+        async def head_job() -> list[EncodeJob]:
+            return [self.encoder.head_job(head)]
+
+        self._loop.call_soon_threadsafe(partial(self.gate.put, f"head {head_key}", head_job, is_urgent=True))
+        return Residents(frozenset(), _HEAD_IS_ENCODED)
+
+    # encoding ---------------------------------------------------------------------------------
+
+    def _encode_later(self, scope: Scope) -> None:
+        self.gate.put(f"new {digest_of(scope)}", lambda: self._run(self.encoder.new_jobs, scope))
+
+    async def _encode(self, job: EncodeJob) -> None:
+        if await self._run(self.encoder.is_outdated, job):
+            return
+        outcome = await self.engine.run(job.token_ids, self.encoder.plan_of(job))
+        captured = int(outcome.get("captured", 0))
+        self.metrics.encoded.inc(job.num_facts if captured == len(job.captures) else 0)
+        if captured < len(job.captures):
+            logger.info("%d of %d segments of a pass were not captured", captured, len(job.captures))
+
+    # seen from outside ------------------------------------------------------------------------
+
+    async def is_healthy(self) -> bool:
+        """Whether the connector answers: without it every chat would have its memory as text."""
+        try:
+            return await self._run(self.residency.model) == self.engine.model
+        except EngineError as error:
+            logger.error("The connector does not answer: %s", error)
+            return False
+
+    async def observe(self) -> None:
+        """Bring the metrics that are not counted up to date."""
+        try:
+            self.metrics.observe(self.gate.num_waiting, await self._run(self.residency.stats))
+        except EngineError as error:
+            logger.warning("The pool could not be asked: %s", error)
+
+    async def close(self) -> None:
+        await self.gate.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.residency.close()
+        self.memory.close()
+
+
+def open_service(front: Front) -> MemoryService:
+    """For the engine of this process. To be called in its event loop; blocks while it loads a tokenizer.
+
+    Raises InferScaleError.
+    """
+    folder = open_runtime_dir(str(front.runtime_dir))
+    residency = ResidencyClient(folder)
+    engine = EngineSide(front.client, residency.model(), load_secret(folder))
+    memory = Memory(front.server.memory)
+    encoding = front.server.encoding
+    encoder = Encoder(
+        memory.catalog,
+        prompt_builder(front),
+        engine.model,
+        WindowPolicy(encoding.window, encoding.stride),
+        front.max_model_len - 1,
+    )
+    return MemoryService(front, memory, encoder, residency, engine)
+
+
+def _ids(scope: Scope) -> dict[str, str | None]:
+    return {"user_id": scope.user_id, "agent_id": scope.agent_id, "run_id": scope.run_id}
+
+
+def _shown(caller: Caller, fact: Fact) -> Fact:
+    from dataclasses import replace
+
+    return replace(fact, scope=caller.shown(fact.scope))
+
+
+__all__ = ["FactPage", "InferScaleError", "MemoryService", "ShownFact", "Stats", "open_service"]
