@@ -118,11 +118,13 @@ class Encoder:
         return self._recorded(scope, planned)
 
     def _recorded(self, scope: Scope, planned: Sequence[tuple[EncodeJob, NewPass]]) -> list[EncodeJob]:
-        """Store passes; without those of which a fact was deleted meanwhile, which must not run."""
+        """Store passes; none where a fact was deleted or reworded meanwhile: they must not run."""
         jobs: list[EncodeJob] = []
         for start in range(0, len(planned), _PASSES_AT_ONCE):
             chunk = planned[start : start + _PASSES_AT_ONCE]
-            pass_ids = self.catalog.record_passes(self.encodings_of, scope, [new for _, new in chunk])
+            # None is recorded once the scope's epoch has risen: the text may be another by now.
+            new_passes, epoch = [new for _, new in chunk], chunk[0][0].epoch
+            pass_ids = self.catalog.record_passes(self.encodings_of, scope, new_passes, epoch)
             jobs += [job for (job, _), pass_id in zip(chunk, pass_ids, strict=True) if pass_id is not None]
         return jobs
 

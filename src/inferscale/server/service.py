@@ -35,6 +35,7 @@ from inferscale.windows import WindowPolicy
 logger = logging.getLogger(__name__)
 
 _THREADS = 8
+_ORDERED_AT_ONCE = 2000
 _HEAD_IS_ENCODED = "the system text is being encoded"
 
 _A = TypeVar("_A")
@@ -216,12 +217,22 @@ class MemoryService:
         """The engine drops this KV, and refuses plans that are older. Goes on where the caller has left."""
         if not keys and not epochs:
             return
-        told = tuple((digest_of(item.scope), item.epoch) for item in epochs)
         try:
-            await asyncio.shield(self.engine.order(Order("forget", tuple(keys), told)))
+            await asyncio.shield(self._order_forget(keys, epochs))
         except EngineError:
             # No new plan names these keys or this epoch, so nothing of it can be reached any more.
             logger.exception("The engine was not told of a deletion; the KV stays until it is evicted")
+
+    async def _order_forget(self, keys: Sequence[str], epochs: Sequence[ScopeEpoch]) -> None:
+        """The epochs first: with them no request injects any of it. In orders of bounded size."""
+        told = tuple((digest_of(item.scope), item.epoch) for item in epochs)
+        if len(keys) + len(told) <= _ORDERED_AT_ONCE:  # as nearly always
+            await self.engine.order(Order("forget", tuple(keys), told))
+            return
+        for start in range(0, len(told), _ORDERED_AT_ONCE):
+            await self.engine.order(Order("forget", epochs=told[start : start + _ORDERED_AT_ONCE]))
+        for start in range(0, len(keys), _ORDERED_AT_ONCE):
+            await self.engine.order(Order("forget", tuple(keys[start : start + _ORDERED_AT_ONCE])))
 
     # chat -------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ function historyItem({ event, text, previous_text, at }) {
   return make(
     "li", {},
     make("p", { class: "meta" }, make("strong", {}, what), time(at)),
-    previous_text ? make("p", { class: "text" }, make("del", {}, previous_text)) : null,
+    previous_text && previous_text !== text ? make("p", { class: "text" }, make("del", {}, previous_text)) : null,
     make("p", { class: "text" }, text),
   );
 }

@@ -22,8 +22,8 @@ export const score = (value) => (typeof value === "number" ? value.toFixed(2) : 
 
 export function milliseconds(value) {
   if (typeof value !== "number") return "–";
-  if (value >= 10000) return `${(value / 1000).toFixed(1)} s`;
-  return value < 10 ? `${value.toFixed(1)} ms` : `${Math.round(value)} ms`;
+  if (value >= 10000) return `${(value / 1000).toFixed(1)}\u00a0s`;
+  return value < 10 ? `${value.toFixed(1)}\u00a0ms` : `${Math.round(value)}\u00a0ms`;
 }
 
 /** `count` things, in words: "1 fact", "2 facts", "2 memories". */

@@ -146,7 +146,7 @@ export class Memories extends EventTarget {
       this.#query = "";
       byId("query").value = "";
       await this.load();
-      say(`${counted(data.length, "memory", "memories")} stored, ${counted(pending, "fact")} waiting to be encoded.`);
+      say(`${counted(data.length, "memory", "memories")} stored. Waiting to be encoded: ${number(pending)}.`);
       this.#changed();
     } catch (error) {
       if (error instanceof ApiError) report(error, "Nothing was stored");

@@ -66,7 +66,7 @@ export class StatusLine extends EventTarget {
 
   #failed(error) {
     if (error.status === 401) return;
-    if (error.status === 403) { // a tenant's key, which sees its own scopes only
+    if (error.status === 403 && this.#scope.isEmpty) { // a tenant's key, which sees its own scopes only
       for (const name of NUMBERS) byId(`stat-${name}`).textContent = "–";
       byId("injection").disabled = byId("warm").hidden = true;
       this.#isUp();
@@ -120,7 +120,7 @@ export class StatusLine extends EventTarget {
     try {
       const { pending } = await this.#api.warm(this.#scope.value);
       byId("injection").focus(); // the button may vanish
-      say(`${counted(pending, "fact")} waiting to be encoded.`);
+      say(`Waiting to be encoded: ${number(pending)}.`);
     } catch (error) {
       report(error, "Encoding was not started");
     }
