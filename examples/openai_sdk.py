@@ -71,7 +71,9 @@ def ask(client: OpenAI, model: str, question: str, mode: str) -> str:
             text += piece
         memory = (chunk.model_extra or {}).get("memory", memory)  # in the last chunk
     tokens = (
-        f"{memory['injected_tokens']:5} injected {memory['prefilled_tokens']:5} prefilled" if memory else ""
+        f"{memory['injected_tokens']!s:>5} injected {memory['prefilled_tokens']!s:>5} prefilled"
+        if memory
+        else ""
     )
     return f"TTFT {ttft_ms:7.0f} ms  {tokens}  {' '.join(text.split())}"
 

@@ -160,8 +160,12 @@ def test_the_users_flags_go_through_in_order() -> None:
     assert list(make(*tokens).arguments[:-2]) == [*MODULE, *OURS, *tokens, *LOCAL]
 
 
-def test_settings_that_are_not_the_default_travel_and_are_read_as_the_connector_reads_them() -> None:
-    server = ServerConfig(data_dir="/d", window=10, use_user_field=True, keys_file="/k.json")
+def test_settings_that_are_not_the_default_travel_and_are_read_as_the_connector_reads_them(
+    tmp_path: Path,
+) -> None:
+    keys = tmp_path / "k.json"
+    keys.write_text('{"sk-a": "a"}')
+    server = ServerConfig(data_dir="/d", window=10, use_user_field=True, keys_file=str(keys))
     settings = transfer(
         make(
             connector=ConnectorConfig(pool_size_bytes="2GiB", injection_path="portable"), server=server
@@ -170,7 +174,7 @@ def test_settings_that_are_not_the_default_travel_and_are_read_as_the_connector_
     assert settings == {
         "pool_size_bytes": 2 * GIB,
         "injection_path": "portable",
-        "server": {"data_dir": "/d", "window": 10, "use_user_field": True, "keys_file": "/k.json"},
+        "server": {"data_dir": "/d", "window": 10, "use_user_field": True, "keys_file": str(keys)},
     }
     assert from_mapping(ServerConfig, connector_config(settings, "id").server, "server") == server
 

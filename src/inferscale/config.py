@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import re
 import tempfile
@@ -197,6 +198,12 @@ class ServerConfig:
     """JSON file that binds API keys to tenants (`server.keys`)."""
     allow_remote_without_key: bool = False
     """Answer memory routes on other addresses than this machine's own although no API key is set."""
+    share_agents: bool = False
+    """Read without a user: an agent or run that is named alone shows what any user told it. Without this, a
+    chat, a search or a list names its user."""
+    min_injected_tokens: int | None = None
+    """Memory of fewer tokens is prefilled: that is as fast. None: 128 on a GPU, whose prefill of few tokens
+    takes as long as that of one, and 0 elsewhere."""
 
     def __post_init__(self) -> None:
         _check_int(self.window, "server.window", 0)
@@ -206,7 +213,9 @@ class ServerConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InvalidConfig(f"server.{name} is {value!r}; allowed are texts. Leave it out for none.")
-        for name in ("use_user_field", "allow_remote_without_key"):
+        if self.min_injected_tokens is not None:
+            _check_int(self.min_injected_tokens, "server.min_injected_tokens", 0)
+        for name in ("use_user_field", "allow_remote_without_key", "share_agents"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidConfig(f"server.{name} is {getattr(self, name)!r}; allowed are true and false.")
 
@@ -218,6 +227,19 @@ class ServerConfig:
     @property
     def encoding(self) -> EncodingConfig:
         return EncodingConfig(self.window, self.stride)
+
+
+def read_tenants(path: str | None) -> dict[str, str]:
+    """A JSON object, API key → tenant. Raises InvalidConfig."""
+    if path is None:
+        return {}
+    try:
+        read = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidConfig(f"keys_file {path} cannot be read: {error}") from error
+    if not isinstance(read, dict) or not all(isinstance(value, str) and key for key, value in read.items()):
+        raise InvalidConfig(f'keys_file {path} must hold one JSON object: {{"API key": "tenant", …}}.')
+    return read
 
 
 def default_data_dir() -> Path:

@@ -254,6 +254,11 @@ class Memory:
         """Memory epoch of a scope: rises with every deletion and rewording in it; 0 for an unknown one."""
         return self.catalog.epoch(read_scope(user_id, agent_id, run_id))
 
+    def load(self) -> None:
+        """Load the embedder and read the index now instead of at first use. Raises what they raise."""
+        self._ready_embedder().embed(["a first text takes longer"])
+        self._synced_index()
+
     def close(self) -> None:
         """Close the catalog and free the index. May be called twice."""
         with self._lock:

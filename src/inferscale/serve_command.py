@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inferscale import engine_budget
-from inferscale.config import ConnectorConfig, ServerConfig
+from inferscale.config import ConnectorConfig, ServerConfig, read_tenants
 from inferscale.errors import EngineMissing, InvalidConfig, UnsupportedLayout
 
 MIDDLEWARE = "inferscale.server.MemoryMiddleware"
@@ -336,7 +336,8 @@ def _host_flags(
     given = flags.last_values("--api-key")  # vLLM: the flag, even an empty one, hides the variable
     if given and any(given):
         return [], ["All users of this machine see --api-key in its process list, but not VLLM_API_KEY."]
-    if flags.has("--uds") or (given is None and environment.get("VLLM_API_KEY")):
+    has_key = bool(read_tenants(server.keys_file)) or (given is None and environment.get("VLLM_API_KEY"))
+    if flags.has("--uds") or has_key:
         return [], []
     host = flags.value("--host")
     if host is None:

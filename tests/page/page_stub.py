@@ -44,6 +44,8 @@ class Stub:
     broken: str | None = None
     """How chats fail: "cut" (the stream ends), "error" (an error within the stream) or "refused" (400)."""
     has_memory_api: bool = True
+    prefix: str = ""
+    """Of all paths, as behind a proxy."""
     memories: dict[str, dict[str, Any]] = field(default_factory=dict)
     events: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     chats: list[dict[str, Any]] = field(default_factory=list)
@@ -239,7 +241,7 @@ class Handler(BaseHTTPRequestHandler):
             self.close_connection = True  # the browser left
 
     def respond(self) -> None:
-        url = urlsplit(self.path)
+        url = urlsplit(self.path.removeprefix(self.stub.prefix))
         self.stub.paths.append(f"{self.command} {url.path}")
         page = page_answer(self.command, unquote(url.path), self.headers.get("if-none-match"))
         if page is not None:
@@ -305,7 +307,7 @@ class Running:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/memory"
+        return f"http://127.0.0.1:{self.port}{self.stub.prefix}/memory"
 
     def stop(self) -> None:
         self._server.shutdown()

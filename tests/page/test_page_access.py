@@ -147,3 +147,28 @@ def test_a_hidden_page_does_not_ask(stub: Stub, hands: Hands) -> None:
         "window.seen = 'visible'; document.dispatchEvent(new Event('visibilitychange'))"
     )
     hands.wait("asked again", lambda: stub.paths[num_asked:] == ["GET /v1/memories/stats"])
+
+
+def test_it_works_below_a_path_of_a_proxy(stub: Stub, server: Running, hands: Hands) -> None:
+    stub.prefix = "/llm"
+    stub.store("My sister lives in Oslo.", user_id="ana")
+    for url in (server.url, f"{server.url}/"):
+        hands.url = url
+        hands.open()
+        hands.sees_memories("My sister lives in Oslo.")
+        assert hands.driver.current_url == f"{server.url}#user_id=ana"
+    assert hands.complaints() == []
+
+
+def test_the_checks_find_what_is_wrong(hands: Hands) -> None:
+    hands.open()
+    hands.sees("#connection", "Connected")
+    hands.driver.execute_script(
+        "document.querySelector('h1').style.color = '#aaa';"
+        "const b = document.createElement('button'); b.id = 'bare'; document.querySelector('main').append(b);"
+        "try { document.body.innerHTML = '<p>'; } catch (error) { console.error(error.name); }"
+    )
+    found = "\n".join(hands.findings())
+    assert "button#bare has no name" in found
+    assert "h1 “Memory” has a contrast of 2." in found
+    assert "TypeError" in "\n".join(hands.complaints())  # the policy does not let text become markup

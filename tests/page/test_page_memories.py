@@ -46,7 +46,7 @@ def test_memories_are_added_found_changed_and_deleted(stub: Stub, hands: Hands) 
     assert stub.memories == {}
     hands.type("#add-metadata", '{"source": "mail"}')
     hands.click("#add-form [type=submit]")
-    hands.sees("#status", "1 memory stored")
+    hands.sees("#status", "1 memory stored.")
     memory = next(iter(stub.memories.values()))
     assert (memory["user_id"], memory["speaker"], memory["metadata"]) == ("ana", "Ana", {"source": "mail"})
     assert hands.focused().get_attribute("id") == "add-text"
@@ -54,7 +54,7 @@ def test_memories_are_added_found_changed_and_deleted(stub: Stub, hands: Hands) 
     hands.type("#add-text", "Oslo is cold.\n\nThe door is orange.")
     hands.click("#add-lines")
     hands.click("#add-form [type=submit]")
-    hands.sees("#status", "2 memories stored")
+    hands.sees("#status", "2 memories stored.")
     hands.sees_memories("My cat is called Pickle.", "Oslo is cold.", "The door is orange.")
 
     hands.type("#query", "what is the cat called\n")
@@ -130,7 +130,7 @@ def test_what_others_do_is_noticed(stub: Stub, hands: Hands) -> None:
     hands.sees("#list [data-badge]", "as text only")
     hands.sees("#stat-pending", "1")
     hands.click("#warm")
-    hands.sees("#status", "1 fact waiting to be encoded.")
+    hands.sees("#status", "Waiting to be encoded: 1.")
     hands.sees("#list .injectable", "injectable")
     del stub.memories[gone["id"]]
     hands.click("#list [data-action=history]")
@@ -144,7 +144,9 @@ def test_memories_with_markup_are_shown_as_text(stub: Stub, hands: Hands) -> Non
     nasty = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script><b>&amp;"
     stub.answer = f"{nasty} said"
     stub.store(nasty, user_id=nasty, speaker=nasty, said_at=nasty, metadata={nasty: nasty})
-    stub.events["m0001"].append({"event": "UPDATE", "text": nasty, "previous_text": nasty, "at": 1764442800})
+    stub.events["m0001"].append(
+        {"event": "UPDATE", "text": nasty, "previous_text": f"{nasty} before", "at": 1764442800}
+    )
     hands.open("")
     hands.type("#user_id", nasty)
     hands.click("#scope-form button")

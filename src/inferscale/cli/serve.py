@@ -13,7 +13,8 @@ import click
 from inferscale.cli.engine import prepare_engine
 from inferscale.cli.options import COUNT, POSITIVE, memory_options, read_size
 from inferscale.cli.output import say
-from inferscale.config import AUTO, DEFAULT_POOL_BYTES, ConnectorConfig, ServerConfig
+from inferscale.config import AUTO, DEFAULT_POOL_BYTES, ConnectorConfig, ServerConfig, default_runtime_dir
+from inferscale.runtime.folder_lock import remove_stale_runtime_dirs
 
 _DEFAULT = ServerConfig()
 
@@ -85,6 +86,16 @@ class _Serve(click.Command):
     is_flag=True,
     help="Let a --host that others can reach stand without an API key: whoever reaches it has all memory.",
 )
+@click.option(
+    "--share-agents",
+    is_flag=True,
+    help="Let an agent or run that is named without a user read what all its users told.",
+)
+@click.option(
+    "--min-injected-tokens",
+    type=COUNT,
+    help="Memory of fewer tokens is prefilled. By default 128 on a GPU and 0 elsewhere.",
+)
 @click.option("--print-command", is_flag=True, help="Print what would be started, API keys masked.")
 def serve(
     model: str,
@@ -100,6 +111,8 @@ def serve(
     user_field: bool,
     keys_file: Path | None,
     allow_remote_without_key: bool,
+    share_agents: bool,
+    min_injected_tokens: int | None,
     print_command: bool,
 ) -> None:
     """Serve MODEL (a folder or a hub name) with memory: stock vLLM's OpenAI-compatible API server.
@@ -131,6 +144,8 @@ def serve(
             use_user_field=user_field,
             keys_file=None if keys_file is None else str(keys_file.absolute()),
             allow_remote_without_key=allow_remote_without_key,
+            share_agents=share_agents,
+            min_injected_tokens=min_injected_tokens,
         ),
         environment,
         engine_id=str(uuid.uuid4()),
@@ -140,6 +155,7 @@ def serve(
     if print_command:
         click.echo(str(command))
         return
+    remove_stale_runtime_dirs(Path(default_runtime_dir("")).parent)
     say(f"Starting: {command}")
     sys.stdout.flush()
     sys.stderr.flush()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -60,6 +61,27 @@ def remove_runtime_dir(folder: Path) -> None:
     lock.release()
     with suppress(OSError):  # other files are in it, or another engine has just opened it
         folder.rmdir()
+
+
+def remove_stale_runtime_dirs(parent: Path, older_than_s: float = 3600.0) -> int:
+    """Remove the folders in `parent` that servers left which did not stop by themselves; returns how many.
+
+    Younger ones stay: somebody may be about to start in one, and has not locked it yet.
+    """
+    removed = 0
+    for folder in parent.iterdir() if parent.is_dir() else ():
+        try:
+            info = folder.lstat()
+            if not folder.is_dir() or folder.is_symlink() or info.st_uid != os.getuid():
+                continue
+            if time.time() - info.st_mtime < older_than_s:
+                continue
+            remove_runtime_dir(folder)
+        except OSError as error:
+            logger.info("The runtime folder %s stays: %s", folder, error)
+            continue
+        removed += not folder.exists()
+    return removed
 
 
 def _lock(path: Path) -> int:

@@ -179,6 +179,8 @@ def _answer_errors(api: FastAPI) -> None:
     @api.exception_handler(RequestValidationError)
     async def refused(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
+        if first["type"] == "json_invalid":
+            return JSONResponse(error_body(400, f"The body is no JSON: {first['ctx']['error']}."), 400)
         place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
         name = ".".join(place) or "the body"
         message = f"{name}: {first['msg']}."

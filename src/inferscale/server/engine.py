@@ -36,6 +36,7 @@ class Front:
     max_model_len: int
     api_keys: tuple[str, ...]
     accepts_ids: bool
+    is_on_gpu: bool
     model_config: Any
     args: Any
 
@@ -66,6 +67,7 @@ def front_of(state: Any) -> Front:
         max_model_len=int(config.model_config.max_model_len),
         api_keys=tuple(key for key in keys if key),
         accepts_ids=_accepts_ids(),
+        is_on_gpu=str(getattr(config.device_config, "device_type", "")) != "cpu",
         model_config=config.model_config,
         args=args,
     )

@@ -48,8 +48,8 @@ class Gate(Generic[_J]):
 
     @property
     def num_waiting(self) -> int:
-        """Passes that are chosen and not done."""
-        return len(self._chosen) + self._num_running
+        """Passes that are chosen and not done, and work of which they are not chosen yet."""
+        return len(self._chosen) + self._num_running + len(self._waiting) + len(self._urgent)
 
     @property
     def is_idle(self) -> bool:

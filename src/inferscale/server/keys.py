@@ -8,12 +8,10 @@ give names the memory of another; a key without a tenant is the operator's and n
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from inferscale.errors import InvalidConfig, InvalidInput
 from inferscale.facts import Scope
@@ -104,23 +102,15 @@ class Keys:
         return f"Bearer {self._engine_keys[0]}" if self._engine_keys else None
 
 
-def read_tenants(path: str | None) -> dict[str, str]:
-    """A JSON object, API key → tenant. Raises InvalidConfig."""
-    if path is None:
-        return {}
-    try:
-        read = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidConfig(f"keys_file {path} cannot be read: {error}") from error
-    if not isinstance(read, dict) or not all(isinstance(value, str) and key for key, value in read.items()):
-        raise InvalidConfig(f'keys_file {path} must hold one JSON object: {{"API key": "tenant", …}}.')
-    return read
-
-
-def check_ids(scope: Scope) -> None:
-    """Raise InvalidInput for a scope without ids."""
+def check_readable(scope: Scope, share_agents: bool) -> None:
+    """Raise InvalidInput for a scope without ids, and for one without a user where users do not share."""
     if scope.is_empty():
         raise InvalidInput("no scope was given; give at least one of user_id, agent_id and run_id.")
+    if scope.user_id is None and not share_agents:
+        raise InvalidInput(
+            f"{scope.describe()} without user_id names what all users told; give the user_id. To share "
+            "memory between users on purpose, start the server with --share-agents."
+        )
 
 
 def _digest(key: str) -> bytes:

@@ -12,7 +12,8 @@ import logging
 from contextlib import nullcontext
 from typing import Any
 
-from inferscale.errors import InferScaleError, InvalidConfig
+from inferscale.config import read_tenants
+from inferscale.errors import InferScaleError
 from inferscale.server import border, chat, page
 from inferscale.server.api import PREFIX, memory_api
 from inferscale.server.ask import take_ask
@@ -32,7 +33,7 @@ from inferscale.server.http import (
     send_json,
     with_headers,
 )
-from inferscale.server.keys import OPERATOR, Caller, Forbidden, Keys, Unauthorized, read_tenants
+from inferscale.server.keys import OPERATOR, Caller, Forbidden, Keys, Unauthorized
 from inferscale.server.service import MemoryService, open_service
 from inferscale.server.stream import AnswerWithMemory
 
@@ -87,6 +88,7 @@ class MemoryMiddleware:
                 self._allow_remote = front.server.allow_remote_without_key
                 service = open_service(front)
                 self._api = memory_api(service)
+                service.load_embedder()
                 self.service = service
                 logger.info("Memory is served from %s", service.memory.catalog.path.parent)
             return self.service
@@ -205,6 +207,3 @@ class MemoryMiddleware:
     async def _forward(self, scope: Scope, raw: bytes, receive: Receive, send: Send) -> None:
         changed = with_headers(scope, content_length=str(len(raw)), transfer_encoding=None)
         await self.app(changed, replay(raw, receive), send)
-
-
-__all__ = ["InvalidConfig", "MemoryMiddleware"]

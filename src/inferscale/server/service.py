@@ -23,11 +23,12 @@ from inferscale.facts import Fact, HistoryEvent, Scope, SearchHit
 from inferscale.memory import Memory
 from inferscale.plan import Order, cache_salt
 from inferscale.prompt import Draft
+from inferscale.runtime.folder_lock import remove_runtime_dir
 from inferscale.runtime.residency import ResidencyClient
 from inferscale.runtime.secret import load_secret, open_runtime_dir
 from inferscale.server.engine import EngineSide, Front, prompt_builder
 from inferscale.server.gate import Gate
-from inferscale.server.keys import Caller
+from inferscale.server.keys import Caller, check_readable
 from inferscale.server.metrics import Metrics
 from inferscale.turns import Content
 from inferscale.windows import WindowPolicy
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 _THREADS = 8
 _ORDERED_AT_ONCE = 2000
 _HEAD_IS_ENCODED = "the system text is being encoded"
+_TOO_FEW = "so few tokens are prefilled as fast"
+_GPU_MIN_INJECTED_TOKENS = 128
 
 _A = TypeVar("_A")
 _P = ParamSpec("_P")
@@ -86,6 +89,9 @@ class MemoryService:
         self._jobs = JobChooser(encoder, residency)
         self._threads = ThreadPoolExecutor(_THREADS, "inferscale-memory")
         self._loop = asyncio.get_running_loop()
+        given = front.server.min_injected_tokens
+        default = _GPU_MIN_INJECTED_TOKENS if front.is_on_gpu else 0
+        self._min_injected_tokens = default if given is None else given
 
     async def _run(self, work: Callable[_P, _A], *args: _P.args, **kwargs: _P.kwargs) -> _A:
         return await self._loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
@@ -121,7 +127,7 @@ class MemoryService:
         self, caller: Caller, scope: Scope, query: str, top_k: int
     ) -> list[tuple[ShownFact, float]]:
         """An unknown scope has no facts: whether others exist is not told."""
-        stored = caller.stored(scope)
+        stored = self._readable(caller, scope)
 
         def find() -> list[SearchHit]:
             if not self.memory.count(**_ids(stored)):
@@ -133,7 +139,8 @@ class MemoryService:
         return list(zip(shown, [hit.score for hit in hits], strict=True))
 
     async def page(self, caller: Caller, scope: Scope, limit: int, after: str | None) -> FactPage:
-        page = await self._run(self.memory.page, **_ids(caller.stored(scope)), limit=limit, after=after)
+        stored = self._readable(caller, scope)
+        page = await self._run(self.memory.page, **_ids(stored), limit=limit, after=after)
         return FactPage(await self._with_state(caller, page.facts), page.next_cursor)
 
     async def get(self, caller: Caller, fact_id: str) -> ShownFact:
@@ -192,6 +199,11 @@ class MemoryService:
             num_facts, num_injectable = len(facts), len(self._injectable(facts))
         return Stats(num_facts, num_injectable, self.gate.num_waiting, self.injects, counters)
 
+    def _readable(self, caller: Caller, scope: Scope) -> Scope:
+        """The stored scope of one that may be read as it is. Raises InvalidInput."""
+        check_readable(scope, self.front.server.share_agents)
+        return caller.stored(scope)
+
     def _own(self, caller: Caller, fact_id: str) -> Fact:
         """The fact. One of another tenant is as unknown as one that does not exist."""
         fact = self.memory.catalog.get(fact_id)
@@ -248,7 +260,7 @@ class MemoryService:
         caller_salt: str = "",
     ) -> PreparedChat:
         """A chat with the best facts; what has to be encoded for the next one is. Raises InvalidInput."""
-        stored = caller.stored(scope)
+        stored = self._readable(caller, scope)
         prepared = await self._run(
             self.planner.prepare, draft, stored, top_k, mode, tail, max_tokens, caller_salt
         )
@@ -257,6 +269,8 @@ class MemoryService:
             ids = frozenset(missing)
             name = f"repair {digest_of(stored)} {hash(ids)}"
             self.gate.put(name, lambda: self._run(self._jobs.for_repair, stored, ids))
+        if prepared.plan is not None and sum(prepared.plan.table.lengths) < self._min_injected_tokens:
+            prepared = prepared._replace(plan=None, reason=_TOO_FEW)
         self.metrics.prepared(mode, prepared)
         return prepared
 
@@ -320,11 +334,23 @@ class MemoryService:
         except EngineError as error:
             logger.warning("The pool could not be asked: %s", error)
 
+    def load_embedder(self) -> None:
+        """Begin to load it: the first chat need not wait for it."""
+        self._threads.submit(self._embed_something)
+
+    def _embed_something(self) -> None:
+        try:
+            self.memory.load()
+        except Exception:  # the first use says it to its caller
+            logger.exception("The embedder could not be loaded")
+
     async def close(self) -> None:
+        """What is encoded no further is encoded when a chat misses it. Takes the runtime folder away."""
         await self.gate.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
         self.residency.close()
         self.memory.close()
+        remove_runtime_dir(self.front.runtime_dir)
 
 
 def open_service(front: Front) -> MemoryService:
