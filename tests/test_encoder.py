@@ -10,7 +10,7 @@ import pytest
 
 from fakes import add, open_catalog
 from inferscale.catalog import Catalog
-from inferscale.encoder import EncodeJob, Encoder
+from inferscale.encoder import EncodeJob, Encoder, owned_by
 from inferscale.facts import Fact, Scope
 from inferscale.plan import scope_digest, segment_key
 from inferscale.prompt import PromptBuilder
@@ -62,7 +62,8 @@ def expected_job(
     for fact in [*window, *captured]:
         line = prompts.fact_ids(fact)
         if fact in captured:
-            spans.append((segment_key(model, ids, line), len(ids), len(ids) + len(line)))
+            owner = owned_by(model, fact.scope)
+            spans.append((segment_key(owner, ids, line), len(ids), len(ids) + len(line)))
         ids += line
     return tuple(ids), spans
 

@@ -3,6 +3,11 @@
 search → which of the facts found are in the pool → `planner.choose` → `Draft.build` → `Plan`. Both front
 ends go this way, `MemoryLLM` and the server; they differ in how they ask the engine (`AskResident`). Runs no
 request.
+
+A plan's segments are the head, the facts in front, and (with `keeps_turns`) the earlier turns, see
+`conversation`. Whether those are in the pool need not be asked: the connector claims the leading run that is,
+and the rest is text. Without facts in front there is no plan: then the prompt is vLLM's own, and its prefix
+cache finds the earlier turns.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from inferscale.conversation import Conversation, turn_segments
 from inferscale.encoder import Encoder
 from inferscale.errors import TextTooLong, UnknownScope
 from inferscale.facts import Fact, Scope, SearchHit, Turn
@@ -69,6 +75,18 @@ class PreparedChat(NamedTuple):
         """Tokens of facts that are prefilled because their KV is not in the pool."""
         return sum(candidate.num_tokens for candidate in self.choice.missing)
 
+    def num_lost_tokens(self, num_supplied: int) -> int:
+        """Tokens of the head and the facts in front that were prefilled all the same, as after an eviction.
+
+        num_supplied: leading tokens of the prompt that were injected or cached. Earlier turns do not count:
+        they are encoded after an answer, and nobody has looked whether they are there.
+        """
+        if self.plan is None:
+            return 0
+        table = self.plan.table
+        planned = sum(n for n, kind in zip(table.lengths, table.kinds, strict=True) if kind != "t")
+        return max(0, planned - num_supplied)
+
 
 class Residents(NamedTuple):
     """keys: which can be injected. reason: why none can, where that is unusual."""
@@ -84,15 +102,25 @@ NO_RECALL = Recall((), {}, 0, 0.0, 0.0)
 
 
 class ChatPlanner:
-    """Prepares chats on one memory for one engine. Safe from several threads as far as `ask_resident` is."""
+    """Prepares chats on one memory for one engine. Safe from several threads as far as `ask_resident` is.
+
+    keeps_turns: earlier turns are segments too; for a front end that has them encoded (`conversation`).
+    """
 
     def __init__(
-        self, memory: Memory, encoder: Encoder, max_model_len: int, ask_resident: AskResident
+        self,
+        memory: Memory,
+        encoder: Encoder,
+        max_model_len: int,
+        ask_resident: AskResident,
+        *,
+        keeps_turns: bool = False,
     ) -> None:
         self.memory = memory
         self.encoder = encoder
         self.prompts = encoder.prompts
         self.max_model_len = max_model_len
+        self.keeps_turns = keeps_turns
         self._ask_resident = ask_resident
         self._head_key = lru_cache(maxsize=64)(encoder.head_key)
 
@@ -136,6 +164,19 @@ class ChatPlanner:
             residents.reason,
             timings._replace(prompt_ms=prompt_ms),
         )
+
+    def conversation(self, draft: Draft, plan: Plan, scope: Scope, answer: str | None) -> Conversation:
+        """What of a chat with this plan can be injected for its next question, whatever facts that finds.
+
+        scope: of the plan. answer: as the client will send it back; None where it cannot be foretold, as
+        with tool calls: then it ends before this question. Raises what `PromptBuilder.build` raises.
+        """
+        if answer is not None:
+            draft = draft.continued(answer)
+        head = draft.head_ids
+        opening = Segment(self._head_key(head), head, "text")
+        turns = turn_segments(plan.model, plan.scope, plan.caller_salt, head, draft.turns)
+        return Conversation(scope, (opening, *turns))
 
     def check_length(self, turn: Turn) -> None:
         """Raise TextTooLong for a turn that the model cannot encode."""
@@ -199,14 +240,16 @@ class ChatPlanner:
             room -= excess  # headings around the facts
 
     def _plan(self, scope: Scope, epoch: int, choice: Choice, prompt: Prompt, caller_salt: str) -> Plan:
-        """Head and front facts as segments."""
+        """Head, front facts and earlier turns as segments."""
         head = prompt.head_ids
         segments = [Segment(self._head_key(head), head, "text")]
         for candidate in choice.front:
             assert candidate.key is not None
             segments.append(Segment(candidate.key, self.prompts.fact_ids(candidate.fact), "fact"))
-        digest = digest_of(scope)
-        return Plan(self.encoder.model, digest, epoch, segments=tuple(segments), caller_salt=caller_salt)
+        model, digest = self.encoder.model, digest_of(scope)
+        if self.keeps_turns:
+            segments += turn_segments(model, digest, caller_salt, head, prompt.turns)
+        return Plan(model, digest, epoch, segments=tuple(segments), caller_salt=caller_salt)
 
 
 def digest_of(scope: Scope) -> str:

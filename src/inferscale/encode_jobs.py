@@ -1,17 +1,22 @@
-"""Which passes to run: for what is new, for what a chat missed, or for all that is not in the pool.
+"""Which passes to run: for what is new, for what a chat missed, for its turns, or for all that is missing.
 
 Reads the catalog through the encoder and asks the engine what its pool holds; runs nothing.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence, Set
 
+from inferscale.conversation import Conversation
 from inferscale.encoder import EncodeJob, Encoder
 from inferscale.facts import Scope
+from inferscale.plan import Span
 from inferscale.runtime.residency import ResidencyClient
 
 _KEYS_AT_ONCE = 10_000
+_MAX_WAITING = 64
+"""Conversations that wait for a pass."""
 
 
 class JobChooser:
@@ -44,6 +49,38 @@ class JobChooser:
         jobs += self._rebuilds((id for id, key in keys.items() if key not in there), jobs)
         return without_repetitions(self._fitting(jobs))
 
+    def for_turns(self, conversation: Conversation) -> list[EncodeJob]:
+        """The pass that brings what the pool lacks of a conversation into it, as far as it fits the model.
+
+        It runs behind the head and the turns that are there already, so it computes the new turn's tokens
+        only, and without facts: what it captures is then the same whatever facts a chat finds, and a
+        deletion has nothing to drop in it. Its blocks in vLLM's prefix cache are under the scope's salt for
+        injecting requests; those begin with the same head and go on with facts, and what is injected here is
+        what the keys say. Raises EngineError where the engine does not answer.
+        """
+        epoch = self.encoder.catalog.epoch(conversation.scope)
+        there = self.resident([segment.key for segment in conversation.segments])
+        ids: list[int] = []
+        captures: list[Span] = []
+        num_leading = num_computed = 0
+        for place, segment in enumerate(conversation.segments):
+            start = len(ids)
+            ids += segment.token_ids
+            if len(ids) > self.encoder.max_tokens:
+                break
+            if segment.key not in there:
+                captures.append(Span(segment.key, start, len(ids)))
+                num_computed = len(ids)
+            elif num_leading == place:
+                num_leading += 1
+        if not captures:
+            return []
+        leading = conversation.segments[:num_leading]
+        job = EncodeJob(
+            conversation.scope, tuple(ids[:num_computed]), tuple(captures), epoch, leading, of_facts=False
+        )
+        return [job]
+
     def _rebuilds(self, fact_ids: Iterable[str], jobs: Sequence[EncodeJob]) -> list[EncodeJob]:
         planned = {span.key for job in jobs for span in job.captures}
         keys = self.encoder.keys(fact_ids)
@@ -65,9 +102,32 @@ class JobChooser:
         return kept[::-1]
 
 
+class WaitingTurns:
+    """Conversations whose turns are to be encoded, the latest first.
+
+    A turn is worth its pass only until the next question, and passes give way to chats: where more come than
+    run, the oldest are left out, and their turns are prefilled. A later turn takes its conversation's place.
+    """
+
+    def __init__(self) -> None:
+        self._by_name: OrderedDict[str, Conversation] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def put(self, conversation: Conversation) -> None:
+        for segment in conversation.segments:
+            self._by_name.pop(segment.key, None)
+        self._by_name[conversation.name] = conversation
+        while len(self._by_name) > _MAX_WAITING:
+            self._by_name.popitem(last=False)
+
+    def take(self) -> Conversation | None:
+        return self._by_name.popitem()[1] if self._by_name else None
+
+
 def without_repetitions(jobs: Iterable[EncodeJob]) -> list[EncodeJob]:
-    """Jobs without those all of whose spans earlier ones capture, as where two scopes hold the same
-    conversation."""
+    """Jobs without those all of whose spans earlier ones capture, as where a fact is asked for twice."""
     kept: list[EncodeJob] = []
     captured: set[str] = set()
     for job in jobs:

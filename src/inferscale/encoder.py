@@ -16,7 +16,7 @@ from typing import NamedTuple
 from inferscale.catalog import Catalog, NewPass
 from inferscale.catalog import EncodePass as RecordedPass
 from inferscale.facts import Fact, Scope
-from inferscale.plan import Plan, Span, scope_digest, segment_key
+from inferscale.plan import Plan, Segment, Span, scope_digest, segment_key
 from inferscale.prompt import PromptBuilder
 from inferscale.windows import EncodePass, WindowPolicy, pass_tokens, plan_passes
 
@@ -28,22 +28,26 @@ class EncodeJob(NamedTuple):
     """One encode pass. token_ids: anchor, then the facts of the pass; captures: spans of it.
 
     epoch: of the scope, from before its facts were read: a job that is older than a deletion must not run.
+    segments: what the pass begins with, injected instead of computed. of_facts: False where it captures
+    turns of a conversation.
     """
 
     scope: Scope
     token_ids: tuple[int, ...]
     captures: tuple[Span, ...]
     epoch: int = 0
+    segments: tuple[Segment, ...] = ()
+    of_facts: bool = True
 
     @property
     def num_fact_tokens(self) -> int:
         """Tokens of the captured facts; a system text at the start is not one."""
-        return sum(span.end - span.start for span in self.captures if span.start > 0)
+        return sum(span.end - span.start for span in self.captures if span.start > 0) if self.of_facts else 0
 
     @property
     def num_facts(self) -> int:
         """Captured facts."""
-        return sum(span.start > 0 for span in self.captures)
+        return sum(span.start > 0 for span in self.captures) if self.of_facts else 0
 
 
 class Encoder:
@@ -166,8 +170,9 @@ class Encoder:
         tokens = pass_tokens(anchor, items_ids, encode_pass)
         captures = [Span(self._anchor_key, 0, len(anchor))]
         ids = array("i", tokens.token_ids)  # the whole prefix is hashed for every key: slices must be cheap
+        owner = owned_by(self.model, scope)
         for _, start, end in tokens.spans:
-            captures.append(Span(segment_key(self.model, ids[:start], ids[start:end]), start, end))
+            captures.append(Span(segment_key(owner, ids[:start], ids[start:end]), start, end))
         return EncodeJob(scope, tokens.token_ids, tuple(captures), epoch)
 
     def keys(self, fact_ids: Iterable[str]) -> dict[str, str]:
@@ -178,10 +183,10 @@ class Encoder:
         }
 
     def plan_of(self, job: EncodeJob) -> Plan:
-        """The plan that makes the connector capture a job's spans."""
+        """The plan that makes the connector inject a job's segments and capture its spans."""
         scope = job.scope
         digest = scope_digest(scope.user_id, scope.agent_id, scope.run_id)
-        return Plan(self.model, digest, job.epoch, captures=job.captures)
+        return Plan(self.model, digest, job.epoch, segments=job.segments, captures=job.captures)
 
     def is_outdated(self, job: EncodeJob) -> bool:
         """Whether something of the job's scope was deleted since it was planned: it may hold that text."""
@@ -190,6 +195,12 @@ class Encoder:
 
 def _new_pass(job: EncodeJob, fact_ids: Sequence[str], num_window: int) -> NewPass:
     return NewPass(fact_ids[:num_window], fact_ids[num_window:], [span.key for span in job.captures[1:]])
+
+
+def owned_by(model: str, scope: Scope) -> str:
+    """What keys of a scope's segments name as their model. The same text of two scopes has two keys: else one
+    could learn from `injectable`, or from the time an answer takes, that another holds it as well."""
+    return f"{model}+{scope_digest(scope.user_id, scope.agent_id, scope.run_id)}"
 
 
 def _scope_order(fact: Fact) -> tuple[str, str, str, int]:

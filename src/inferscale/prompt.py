@@ -5,8 +5,9 @@ Prompt order:
     system text │ heading │ facts │ end of system message, earlier turns │ tail facts │ question
     └──── head ──────────┘         └────────────── history ─────────────┘
 
-The chat template is rendered once, with marks where the facts and the tail go; the pieces between
-them are tokenized one by one, so a fact has the same ids in every prompt and in its encode pass.
+The chat template is rendered once, with marks where the facts and the tail go and where each earlier
+question begins; the pieces between them are tokenized one by one, so a fact and an earlier turn have the
+same ids in every prompt and in their encode passes. Where the history is cut: see `conversation`.
 Template text and the caller's own messages are tokenized as vLLM does it, control tokens included.
 Facts are data: quoted, and tokenized by a copy of the tokenizer that knows no control tokens, so
 `<|im_end|>` inside a fact stays plain text.
@@ -30,6 +31,7 @@ from __future__ import annotations
 import datetime
 import re
 import secrets
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,6 +40,7 @@ from typing import Any, Literal, NamedTuple
 from jinja2 import TemplateError
 
 from inferscale.chat_messages import developer_to_system, last_user, prepend, read_messages, text_of
+from inferscale.conversation import HistoryCutter, TurnMarks
 from inferscale.errors import EngineError, InvalidInput
 from inferscale.facts import Fact
 from inferscale.tokenization import SegmentTokenizer
@@ -51,8 +54,9 @@ DEFAULT_SYSTEM = "You are a helpful assistant."
 
 _ANCHOR_DATE = datetime.datetime(2025, 1, 1)
 _LINE_BREAK = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
-_SHORT_CHARS = 2048
-"""Template text up to this length is kept with its ids: heads, and what stands around a question."""
+_KEPT_CHARS = 16384
+"""Template text up to this length is kept with its ids: heads, earlier turns, what is around a question."""
+_KEPT_TEXTS = 512
 
 ContentFormat = Literal["string", "openai"]
 
@@ -71,14 +75,16 @@ class Prompt:
 
     head_ids: the tokens before the first fact; empty without non-tail facts. fact_spans: the
     non-tail facts, in prompt order. history: the tokens `[start, end)` between them and the tail,
-    from 0 where there are none. tail_spans: the tail facts. tail_token_count: tokens of the tail with its
-    heading. The question, with the opening of the assistant's answer, is all behind it.
+    from 0 where there are none. turns: its pieces behind facts. tail_spans: the tail facts.
+    tail_token_count: tokens of the tail with its heading. The question, with the opening of the assistant's
+    answer, is all behind it.
     """
 
     token_ids: tuple[int, ...]
     head_ids: tuple[int, ...] = ()
     fact_spans: tuple[FactSpan, ...] = ()
     history: tuple[int, int] = (0, 0)
+    turns: tuple[tuple[int, ...], ...] = ()
     tail_spans: tuple[FactSpan, ...] = ()
     tail_token_count: int = 0
 
@@ -131,7 +137,9 @@ class PromptBuilder:
             raise EngineError("the tokenizer has no chat template; give one (--chat-template).") from error
         self._encoder = SegmentTokenizer(tokenizer, self._template)
         self._line_ids = lru_cache(maxsize=16384)(self._tokenized_line)
-        self._piece_ids = lru_cache(maxsize=64)(self._encoder.text)
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
+        self._cutter = HistoryCutter(self._encoder.text, [token.content for token in added])
+        self._piece_ids = lru_cache(maxsize=_KEPT_TEXTS)(lambda text: array("i", self._encoder.text(text)))
         self.tail_heading_ids: tuple[int, ...] = self._encoder.text(tail_heading + "\n")
         self.has_system_role = self._shows_system_first()
         self._heads = lru_cache(maxsize=64)(self._head_ids)
@@ -185,8 +193,8 @@ class PromptBuilder:
         return self.draft(messages, template_kwargs=template_kwargs).build(facts, tail)
 
     def _text_ids(self, text: str) -> tuple[int, ...]:
-        """Ids of template text. Short pieces come again in every prompt."""
-        return self._piece_ids(text) if len(text) <= _SHORT_CHARS else self._encoder.text(text)
+        """Ids of template text, which comes again in every prompt."""
+        return tuple(self._piece_ids(text)) if len(text) <= _KEPT_CHARS else self._encoder.text(text)
 
     def _head_ids(self, system: str | None, options: Mapping[str, Any] | None = None) -> tuple[int, ...]:
         messages = [{"role": "user", "content": ["question"]}]
@@ -197,32 +205,37 @@ class PromptBuilder:
     def _split(self, messages: list[dict[str, Any]], facts: bool, options: Mapping[str, Any]) -> _Pieces:
         """The rendered prompt before the facts, between facts and tail, and behind the tail.
 
-        Without facts the first piece is empty. The marks are random, so no text can hold them.
+        Without facts the first piece is empty and the history is not cut. The marks are random, so no text
+        can hold them.
         """
         for _ in range(3):
             facts_mark, tail_mark = (f"INFERSCALE{secrets.token_hex(12)}X" for _ in range(2))
-            placed = self._with_memory(messages, facts_mark if facts else None, tail_mark)
+            turns = TurnMarks(tail_mark[:-1])
+            placed = self._with_memory(messages, facts_mark if facts else None, tail_mark, turns)
             rendered = self._render(placed, options)
             if rendered.count(tail_mark) == 1 and rendered.count(facts_mark) == int(facts):
                 before, _, rest = rendered.rpartition(facts_mark) if facts else ("", "", rendered)
                 between, found, after = rest.partition(tail_mark)
                 if found:
-                    return _Pieces(before, between, after)
+                    return _Pieces(*turns.split(before, between, after))
         raise EngineError(
             "the chat template does not show the system text and the last user message once each and in this "
             "order, so memory has no place in its prompts. Serve the model with another --chat-template."
         )
 
     def _with_memory(
-        self, messages: list[dict[str, Any]], facts_mark: str | None, tail_mark: str
+        self, messages: list[dict[str, Any]], facts_mark: str | None, tail_mark: str, turns: TurnMarks
     ) -> list[dict[str, Any]]:
-        """`messages` with one system text, the heading, and the marks for facts and tail."""
+        """`messages` with one system text, the heading, and the marks for facts, earlier turns and tail."""
         system = [text_of(message) for message in messages if message["role"] == "system"]
         opening = "\n\n".join(text for text in system if text.strip()) or self.default_system
         if facts_mark is not None:
             opening += f"\n\n{self.heading}\n{facts_mark}"
         rest = [dict(message) for message in messages if message["role"] != "system"]
-        prepend(rest[last_user(rest)], tail_mark)
+        question = last_user(rest)
+        prepend(rest[question], tail_mark)
+        if facts_mark is not None:
+            turns.place(rest[:question])
         if self.has_system_role:
             return [{"role": "system", "content": [opening]}, *rest]
         first = next(message for message in rest if message["role"] == "user")
@@ -284,12 +297,22 @@ class Draft:
         return self._with_front().head
 
     @property
+    def turns(self) -> tuple[tuple[int, ...], ...]:
+        """`Prompt.turns` of every prompt with facts in front."""
+        return self._with_front().turns
+
+    def continued(self, answer: str) -> Draft:
+        """Of the next request, whatever is asked in it: its history holds this question and the answer."""
+        said = [{"role": "assistant", "content": [answer]}, {"role": "user", "content": ["question"]}]
+        return Draft(self._builder, [*self._messages, *said], "question", self._options)
+
+    @property
     def num_tokens(self) -> int:
         """About how many tokens a prompt with facts in front and in the tail has, the facts not counted."""
         rendered = self._with_front()
         return (
             len(rendered.head)
-            + len(rendered.history)
+            + sum(map(len, rendered.turns))
             + len(self._builder.tail_heading_ids)
             + len(rendered.question)
             + 1
@@ -304,15 +327,16 @@ class Draft:
         ids = list(rendered.head)
         fact_spans = self._append(ids, facts)
         history_start = len(ids)
-        ids.extend(rendered.history)
+        for piece in rendered.turns:
+            ids.extend(piece)
         history = (history_start, len(ids))
         if tail:
             ids.extend(builder.tail_heading_ids)
         tail_spans = self._append(ids, tail)
         tail_token_count = len(ids) - history[1]
         ids.extend(builder._encoder.text("\n" + rendered.after) if tail else rendered.question)
-        head_ids = rendered.head if facts else ()
-        return Prompt(tuple(ids), head_ids, fact_spans, history, tail_spans, tail_token_count)
+        head_ids, turns = (rendered.head, rendered.turns) if facts else ((), ())
+        return Prompt(tuple(ids), head_ids, fact_spans, history, turns, tail_spans, tail_token_count)
 
     def rewritten(
         self, messages: Sequence[Mapping[str, Any]], facts: Sequence[Fact], tail: Sequence[Fact]
@@ -364,9 +388,8 @@ class Draft:
     def _tokenized(self, pieces: _Pieces) -> _Rendered:
         builder = self._builder
         head = builder._text_ids(pieces.before) if pieces.before else ()
-        return _Rendered(
-            head, builder._text_ids(pieces.between), builder._encoder.text(pieces.after), pieces.after
-        )
+        turns = tuple(map(builder._text_ids, builder._cutter.cut(pieces.history)))
+        return _Rendered(head, turns, builder._encoder.text(pieces.after), pieces.after)
 
 
 def _prepend_text(message: dict[str, Any], text: str) -> None:
@@ -385,10 +408,10 @@ def _prepend_text(message: dict[str, Any], text: str) -> None:
 
 
 class _Pieces(NamedTuple):
-    """The rendered prompt before the facts, between facts and tail, and behind the tail."""
+    """The rendered prompt before the facts, between facts and tail (in pieces), and behind the tail."""
 
     before: str
-    between: str
+    history: list[str]
     after: str
 
 
@@ -396,6 +419,6 @@ class _Rendered(NamedTuple):
     """Token ids of the pieces. after: the text of `question`, which follows the tail."""
 
     head: tuple[int, ...]
-    history: tuple[int, ...]
+    turns: tuple[tuple[int, ...], ...]
     question: tuple[int, ...]
     after: str

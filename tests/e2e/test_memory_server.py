@@ -199,8 +199,12 @@ def test_strange_texts_and_ids_are_only_data(server: MemoryServer, text: str) ->
 
 
 def test_injected_and_text_memory_answer_alike(server: MemoryServer) -> None:
-    server.add("alike", OSLO, "My dog is called Rex.", "I work as a baker.", key=OPERATOR)
-    injected, text, none = (ask(server, "alike", mode=mode) for mode in ("inject", "text", "none"))
+    server.add(
+        "alike", "My sister lives in Oslo.", "My dog is called Rex.", "I work as a baker.", key=OPERATOR
+    )
+    injected, text, none = (
+        ask(server, "alike", "Where does my sister live?", mode=mode) for mode in ("inject", "text", "none")
+    )
     assert "Oslo" in injected["choices"][0]["message"]["content"]
     assert "Oslo" in text["choices"][0]["message"]["content"]
     assert injected["usage"]["prompt_tokens"] == text["usage"]["prompt_tokens"]
@@ -209,7 +213,7 @@ def test_injected_and_text_memory_answer_alike(server: MemoryServer) -> None:
     assert use["injected_tokens"] > 40
     assert use["prefilled_tokens"] < 25
     assert (use["missing_tokens"], use["left_out"], use["reason"]) == (0, 0, None)
-    assert {fact["text"] for fact in use["facts"]} >= {OSLO}
+    assert {fact["text"] for fact in use["facts"]} >= {"My sister lives in Oslo."}
     assert (text["memory"]["injected_tokens"], none["memory"]["facts"]) == (0, [])
     assert none["usage"]["prompt_tokens"] < text["usage"]["prompt_tokens"]
     assert "inferscale" not in json.dumps(injected.get("kv_transfer_params") or {})
@@ -440,6 +444,17 @@ def test_nobody_elses_memory(server: MemoryServer) -> None:
     assert "inferscale_prompt_tokens_total" in metrics
     assert not any(code in metrics or user in metrics for user, code in codes.items())
     assert counters(server)["internal_errors"] == 0
+
+
+def test_what_another_user_stored_cannot_be_probed(server: MemoryServer) -> None:
+    """The same text is in the pool already, for somebody else: nothing tells so."""
+    server.add("victim", "I was born in Ulm in 1879.", key=OPERATOR)
+    body = {"user_id": "prober", "text": "I was born in Ulm in 1879."}
+    before = counters(server)["captures"]
+    status, answer = server.call("POST", "/v1/memories", body, OPERATOR)
+    assert (status, answer["data"][0]["injectable"]) == (201, False)
+    server.wait_encoded("prober", OPERATOR)
+    assert counters(server)["captures"] > before, "it is encoded for itself"
 
 
 def test_a_deletion_reaches_the_pool(server: MemoryServer) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inferscale.chat_plan import PreparedChat, facts_of
-from inferscale.errors import InvalidInput, TextTooLong
+from inferscale.errors import InferScaleError, InvalidInput, TextTooLong
 from inferscale.plan import salt_of, to_wire
 from inferscale.prompt import Draft
 from inferscale.server.ask import MemoryAsk
@@ -45,6 +45,14 @@ class Turn:
     prepared: PreparedChat | None = None
     reason: str | None = None
     answer: list[str] = field(default_factory=list)
+    draft: Draft | None = None
+    has_calls: bool = False
+    """The answer calls tools."""
+
+    @property
+    def wants_answer(self) -> bool:
+        """Whether the text of the answer is needed when it is complete."""
+        return self.ask.store or self.plan_id is not None
 
     @property
     def plan_id(self) -> str | None:
@@ -73,7 +81,7 @@ async def begin(service: MemoryService, caller: Caller, body: dict[str, Any], as
     except TextTooLong as error:
         turn.reason = str(error)
         return turn
-    turn.prepared = prepared._replace(reason=prepared.reason)
+    turn.prepared, turn.draft = prepared, draft
     turn.reason = prepared.reason
     if prepared.choice.front or prepared.choice.tail:
         _write(service, turn, body, draft, caller_salt)
@@ -111,10 +119,8 @@ async def use_of(service: MemoryService, turn: Turn, usage: Mapping[str, Any] | 
     if cached is None:
         cached = ((usage or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     if prepared is not None:
-        missing = prepared.num_missing_tokens
-        if prepared.plan is not None:
-            planned = sum(prepared.plan.table.lengths)
-            missing += max(0, planned - injected - int(cached))
+        missing = prepared.num_missing_tokens + prepared.num_lost_tokens(injected + int(cached))
+    turn.reason = outcome.get("reason") or outcome.get("rejected") or turn.reason
     use: dict[str, Any] = {
         "mode": turn.ask.mode if service.injects or turn.ask.mode != "inject" else "text",
         "facts": [] if prepared is None else _used(prepared),
@@ -124,7 +130,7 @@ async def use_of(service: MemoryService, turn: Turn, usage: Mapping[str, Any] | 
         "prefilled_tokens": None if prompt is None else int(prompt) - injected - int(cached),
         "missing_tokens": missing,
         "left_out": 0 if prepared is None else prepared.choice.num_left_out,
-        "reason": outcome.get("reason") or outcome.get("rejected") or turn.reason,
+        "reason": turn.reason,
         "stored": turn.ask.store,
     }
     if prepared is not None:
@@ -156,7 +162,8 @@ def _used(prepared: PreparedChat) -> list[dict[str, Any]]:
 
 
 async def finish(service: MemoryService, turn: Turn) -> None:
-    """The answer is complete: remember what was new, if the caller wants that."""
+    """The answer is complete: encode its turn, and remember what was new, if the caller wants that."""
+    await _keep(service, turn)
     if not turn.ask.store:
         return
     answer = "".join(turn.answer)
@@ -169,6 +176,21 @@ async def finish(service: MemoryService, turn: Turn) -> None:
         logger.warning("The turns of a chat were not remembered: %s", type(error).__name__)
     except Exception:  # the answer is out; this is the root of what follows it
         logger.exception("The turns of a chat were not remembered")
+
+
+async def _keep(service: MemoryService, turn: Turn) -> None:
+    """The next question finds the KV of this turn, where this one's facts could be injected."""
+    plan = None if turn.prepared is None else turn.prepared.plan
+    if plan is None or turn.draft is None or turn.reason is not None:
+        return
+    answer = "".join(turn.answer)
+    foretold = answer if answer.strip() and not turn.has_calls else None
+    try:
+        await service.keep_turn(turn.draft, plan, turn.caller, turn.ask.scope, foretold)
+    except InferScaleError as error:
+        logger.warning("The turns of a chat are not encoded: %s", error)
+    except Exception:  # the answer is out; this is the root of what follows it
+        logger.exception("The turns of a chat are not encoded")
 
 
 def new_turns(messages: object) -> list[dict[str, Any]]:
@@ -225,9 +247,10 @@ def finished_answer(turn: Turn, body: dict[str, Any], use: Mapping[str, Any]) ->
     """An answer that is not streamed, with its `memory`. What the connector told goes no further."""
     hide_params(body)
     choices = body.get("choices") or [{}]
-    content = (choices[0].get("message") or {}).get("content")
-    if isinstance(content, str):
-        turn.answer.append(content)
+    message = choices[0].get("message") or {}
+    if isinstance(message.get("content"), str):
+        turn.answer.append(message["content"])
+    turn.has_calls = bool(message.get("tool_calls"))
     body["memory"] = dict(use)
     return body
 
@@ -252,6 +275,9 @@ def event_of(raw: bytes) -> dict[str, Any] | None:
 def note_delta(turn: Turn, event: Mapping[str, Any]) -> None:
     """Collect the text of the first choice."""
     for choice in event.get("choices") or ():
-        content = (choice.get("delta") or {}).get("content")
-        if choice.get("index") == 0 and isinstance(content, str):
-            turn.answer.append(content)
+        delta = choice.get("delta") or {}
+        if choice.get("index") != 0:
+            continue
+        if isinstance(delta.get("content"), str):
+            turn.answer.append(delta["content"])
+        turn.has_calls = turn.has_calls or bool(delta.get("tool_calls"))

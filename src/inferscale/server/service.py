@@ -16,12 +16,12 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from inferscale.catalog.results import ScopeEpoch
 from inferscale.chat_plan import ChatPlanner, Mode, PreparedChat, Residents, digest_of
-from inferscale.encode_jobs import JobChooser
+from inferscale.encode_jobs import JobChooser, WaitingTurns
 from inferscale.encoder import EncodeJob, Encoder
 from inferscale.errors import EngineError, InferScaleError, UnknownFact
 from inferscale.facts import Fact, HistoryEvent, Scope, SearchHit
 from inferscale.memory import Memory
-from inferscale.plan import Order, cache_salt
+from inferscale.plan import Order, Plan, cache_salt
 from inferscale.prompt import Draft
 from inferscale.runtime.folder_lock import remove_runtime_dir
 from inferscale.runtime.residency import ResidencyClient
@@ -83,10 +83,11 @@ class MemoryService:
         self.metrics = Metrics()
         self.injects = True
         """Switched by an operator; else every chat has its facts as text."""
-        self.planner = ChatPlanner(memory, encoder, front.max_model_len, self._ask_resident)
+        self.planner = ChatPlanner(memory, encoder, front.max_model_len, self._ask_resident, keeps_turns=True)
         memory.check_text = self.planner.check_length
         self.gate: Gate[EncodeJob] = Gate(self._encode)
         self._jobs = JobChooser(encoder, residency)
+        self._turns = WaitingTurns()
         self._threads = ThreadPoolExecutor(_THREADS, "inferscale-memory")
         self._loop = asyncio.get_running_loop()
         given = front.server.min_injected_tokens
@@ -273,6 +274,21 @@ class MemoryService:
             prepared = prepared._replace(plan=None, reason=_TOO_FEW)
         self.metrics.prepared(mode, prepared)
         return prepared
+
+    async def keep_turn(
+        self, draft: Draft, plan: Plan, caller: Caller, scope: Scope, answer: str | None
+    ) -> None:
+        """Encode a chat's turns for its next question. answer: see `ChatPlanner.conversation`."""
+        stored = caller.stored(scope)
+        self._turns.put(await self._run(self.planner.conversation, draft, plan, stored, answer))
+        self.gate.put("turns", self._turn_jobs)
+
+    async def _turn_jobs(self) -> list[EncodeJob]:
+        """Of one conversation at a time, so that new facts do not wait for all of them."""
+        conversation = self._turns.take()
+        if self._turns:
+            self.gate.put("turns", self._turn_jobs)
+        return await self._run(self._jobs.for_turns, conversation) if conversation is not None else []
 
     def text_salt(self, caller: Caller, scope: Scope, epoch: int, caller_salt: str) -> str:
         """Salt of vLLM's prefix cache for facts that stand in a prompt as text."""
