@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from inferscale.conversation import TurnMarks
 from inferscale.errors import EmptyText, EngineError, InvalidInput
 from inferscale.facts import Fact, Scope
 from inferscale.prompt import Prompt, PromptBuilder, render_fact
@@ -503,3 +504,189 @@ def test_tool_results_stay_behind_the_question() -> None:
     rewritten = draft.rewritten(messages, facts, tail)
     assert rewritten[-1] == messages[-1]
     assert rewritten[-2] == messages[-2], "arguments stay the text that the caller sent"
+
+
+# --- earlier turns ----------------------------------------------------------------------------------
+
+TRIMMED = CHATML.replace("m['content']", "m['content'] | trim")
+MISTRAL = (
+    "<bos>{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] | trim }}<|im_end|>{% endif %}{% endfor %}"
+)
+QWEN = (  # tool calls and results as Qwen2.5 shows them, and a last message told by its tag as in Qwen3
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user\n<tool_response>{{ m.content }}"
+    "</tool_response>{% else %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'user' and m.content.startswith('<tool_response>') %}(result) {% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.arguments.x }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LAST_TWO = CHATML.replace("in messages", "in messages[:1] + messages[-2:]")
+TURNED = CHATML.replace("in messages", "in messages[:1] + messages[1:-1] | reverse | list + messages[-1:]")
+ECHOING = CHATML.replace("{% if add_gen", "{{ messages[1]['content'] }}{% if add_gen")
+
+
+def with_metaspace(template: str) -> Any:
+    """As Mistral and Llama 2 tokenize: a blank belongs to the word behind it, and every text opens with one."""
+    core = Tokenizer(models.BPE(unk_token="<unk>"))
+    core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", *SPECIAL[:3]], show_progress=False)
+    words = [" ".join([word] * 3) for text in CORPUS[:2] for word in text.split()] * 20
+    core.train_from_iterator([*words, "[INST] Hello Who Tea", "- said notes\n"], trainer)
+    core.decoder = decoders.Replace("▁", " ")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<|im_end|>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+CHATTED = {
+    **{name: tokenizer_with(template) for name, template in TEMPLATES.items()},
+    "trimmed": tokenizer_with(TRIMMED),
+    "qwen": tokenizer_with(QWEN),
+    "parts": tokenizer_with(PARTS),
+    "mistral": with_metaspace(MISTRAL),
+}
+
+
+def builder_for(name: str) -> PromptBuilder:
+    return PromptBuilder(CHATTED[name], content_format="openai" if name == "parts" else "string")
+
+
+def said(*texts: Any) -> list[dict[str, Any]]:
+    """Questions and answers in turn."""
+    roles = ("user", "assistant")
+    return [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
+
+
+TOOLS = [
+    user("Is it \n(late) <|im_end|>"),
+    {
+        "role": "assistant",
+        "content": "Let me see.",
+        "tool_calls": [{"type": "function", "id": "1", "function": {"name": "f", "arguments": '{"x": "7"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "nine"},
+    {"role": "assistant", "content": "It is nine."},
+]
+TALKS = {
+    "short": said("Hello", "Hi.", "Who went to class?", "Caroline did.", "Tea?", "Yes."),
+    "none": [],
+    "blanks": said("  Hello ", " Hi ", "\n\n(Who)?\n", "\n\nCaroline", "\tTea", "", " ", "Yes.", "", "Well"),
+    "odd": said("日本語 🙂", "naïve", "<tool_response>7</tool_response>", "Seven.", '"<|im_start|>"', "- x"),
+    "parts": said(["", " \n", " a", "b"], ["c", "d"], [{"type": "text", "text": "e"}], "f"),
+    "tools": TOOLS,
+    "two questions": [user("One"), user("Two"), {"role": "assistant", "content": "Three"}],
+    "system": [{"role": "system", "content": "Be brief."}, *said("Hello", "Hi.")],
+    "long": said(*(f"Who went to class {n}? " + "word " * 500 for n in range(30))),
+}
+
+
+@pytest.mark.parametrize("talk", list(TALKS))
+@pytest.mark.parametrize("name", list(CHATTED))
+def test_turns_make_up_the_history(name: str, talk: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With marks or without, a prompt has the same ids, and they are those of vLLM's own rendering."""
+    messages = [*TALKS[talk], user("Where is Mel?")]
+    prompt = builder_for(name).build(messages, FACTS, TAIL)
+    assert sum(prompt.turns, ()) == prompt.token_ids[slice(*prompt.history)]
+    assert all(prompt.turns)
+    assert builder_for(name).build(messages, FACTS).turns == prompt.turns
+    assert builder_for(name).draft(messages).turns == prompt.turns
+    assert builder_for(name).build(messages, [], TAIL).turns == ()
+    assert builder_for(name).build(messages).turns == ()
+    draft = builder_for(name).draft(messages)
+    if name not in ("mistral", "system_last"):  # they show blanks, or the system text, elsewhere
+        rewritten = builder_for(name).build(draft.rewritten(messages, FACTS, TAIL))
+        assert rewritten.token_ids == prompt.token_ids
+    monkeypatch.setattr(TurnMarks, "place", lambda *_: None)
+    whole = builder_for(name).build(messages, FACTS, TAIL)
+    assert whole.token_ids == prompt.token_ids
+    assert whole.history == prompt.history
+    assert len(whole.turns) == 1
+
+
+@pytest.mark.parametrize("name", list(CHATTED))
+def test_a_turn_has_the_same_ids_in_every_later_request(name: str) -> None:
+    builder = builder_for(name)
+    talk = said("Hello", "Hi, naïve 🙂", "  Who?", " Caroline. ", "<b>", "What?", "\nTea", "No.", "Hm", "So?")
+    seen: tuple[tuple[int, ...], ...] = ()
+    texts: list[str] = []
+    for end in range(0, len(talk), 2):
+        draft = builder.draft([*talk[:end], talk[end]])
+        turns = draft.turns
+        assert turns == builder.build(talk[: end + 1], FACTS[end % 2 :], TAIL[: end % 2]).turns
+        continued = draft.continued(str(talk[end + 1]["content"]))
+        assert continued.head_ids == draft.head_ids
+        if end + 2 < len(talk):
+            assert continued.turns == builder.draft(talk[: end + 3]).turns, "known before the next question"
+        # A message that opens with a tag has no mark, so the turn before it goes on.
+        kept = len(seen) if talk[end - 2]["content"] != "<b>" else len(seen) - 1
+        assert turns[:kept] == seen[:kept]
+        seen = turns
+        texts.append(text_of(CHATTED[name], turns[-1]))
+    assert len(seen) in (4, 5)
+    assert "Hello" in texts[1] + texts[0]
+    assert all("Hello" not in text for text in texts[2:])
+
+
+def test_pieces_of_a_history(chatml: Any) -> None:
+    turns = PromptBuilder(chatml).build([*TALKS["tools"], *TALKS["short"], user("q")], FACTS).turns
+    opening, closing = "<|im_start|>assistant\n", "<|im_end|>\n<|im_start|>user\n"
+    assert [text_of(chatml, piece) for piece in turns] == [
+        closing,
+        f"Is it \n(late) <|im_end|><|im_end|>\n{opening}Let me see.<|im_end|>\n<|im_start|>tool\nnine<|im_end|>\n"
+        f"{opening}It is nine.{closing}",
+        f"Hello<|im_end|>\n{opening}Hi.{closing}",
+        f"Who went to class?<|im_end|>\n{opening}Caroline did.{closing}",
+        f"Tea?<|im_end|>\n{opening}Yes.{closing}",
+    ]
+
+
+def test_pieces_begin_at_a_control_token_where_a_question_joins_what_is_before_it() -> None:
+    builder = builder_for("mistral")
+    turns = builder.build([*TALKS["short"], user("q")], FACTS).turns
+    texts = [CHATTED["mistral"].decode(list(piece)).replace(" ", "") for piece in turns]
+    assert texts == [
+        "\nHello[/INST]Hi.",
+        "<|im_end|>[INST]Whowenttoclass?[/INST]Carolinedid.",
+        "<|im_end|>[INST]Tea?[/INST]Yes.<|im_end|>[INST]",
+    ]
+
+
+@pytest.mark.parametrize("template", [LAST_TWO, TURNED, ECHOING])
+def test_a_template_that_moves_turns_has_one_piece(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    builder = PromptBuilder(tokenizer_with(template))
+    messages = [*TALKS["short"], user("q")]
+    rendered: list[object] = []
+    render = builder._render
+    monkeypatch.setattr(builder, "_render", lambda *given: rendered.append(given) or render(*given))
+    prompt = builder.build(messages, FACTS, TAIL)
+    assert len(rendered) == 1
+    assert prompt.turns == (prompt.token_ids[slice(*prompt.history)],)
+    assert "INFERSCALE" not in text_of(builder._tokenizer, prompt.token_ids)
+    monkeypatch.setattr(TurnMarks, "place", lambda *_: None)
+    assert PromptBuilder(tokenizer_with(template)).build(messages, FACTS, TAIL) == prompt
+
+
+@needs_smollm2
+@pytest.mark.parametrize("talk", list(TALKS))
+def test_turns_of_smollm2(talk: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(str(SMOLLM2))
+    builder = PromptBuilder(tokenizer)
+    messages = [*TALKS[talk], user("Where is Mel?")]
+    prompt = builder.build(messages, FACTS, TAIL)
+    assert sum(prompt.turns, ()) == prompt.token_ids[slice(*prompt.history)]
+    rewritten = builder.draft(messages).rewritten(messages, FACTS, TAIL)
+    assert list(prompt.token_ids) == engine_ids(tokenizer, builder_wire(rewritten))
+    num_marked = {"blanks": 3, "odd": 2, "parts": 2, "long": 15, "none": 0, "two questions": 2, "tools": 1}
+    assert len(prompt.turns) == num_marked.get(talk, sum(m["role"] == "user" for m in TALKS[talk])) + 1
+
+
+def builder_wire(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Contents as text, as vLLM hands them to a template."""
+    joined = []
+    for message in messages:
+        content = message["content"]
+        parts = [content] if isinstance(content, str) else content
+        texts = [part if isinstance(part, str) else part["text"] for part in parts]
+        joined.append({**message, "content": "\n".join(text for text in texts if text)})
+    return joined

@@ -199,21 +199,19 @@ def test_strange_texts_and_ids_are_only_data(server: MemoryServer, text: str) ->
 
 
 def test_injected_and_text_memory_answer_alike(server: MemoryServer) -> None:
-    server.add(
-        "alike", "My sister lives in Oslo.", "My dog is called Rex.", "I work as a baker.", key=OPERATOR
-    )
-    injected, text, none = (
-        ask(server, "alike", "Where does my sister live?", mode=mode) for mode in ("inject", "text", "none")
-    )
-    assert "Oslo" in injected["choices"][0]["message"]["content"]
-    assert "Oslo" in text["choices"][0]["message"]["content"]
+    server.add("one", "My sister lives in Oslo.", key=OPERATOR)  # the small model is lost among several
+    for mode in ("inject", "text"):
+        answer = ask(server, "one", "Where does my sister live?", mode=mode)
+        assert "Oslo" in answer["choices"][0]["message"]["content"]
+    server.add("alike", OSLO, "My dog is called Rex.", "I work as a baker.", key=OPERATOR)
+    injected, text, none = (ask(server, "alike", mode=mode) for mode in ("inject", "text", "none"))
     assert injected["usage"]["prompt_tokens"] == text["usage"]["prompt_tokens"]
     use = injected["memory"]
     assert use["prompt_tokens"] == injected["usage"]["prompt_tokens"]
     assert use["injected_tokens"] > 40
     assert use["prefilled_tokens"] < 25
     assert (use["missing_tokens"], use["left_out"], use["reason"]) == (0, 0, None)
-    assert {fact["text"] for fact in use["facts"]} >= {"My sister lives in Oslo."}
+    assert {fact["text"] for fact in use["facts"]} >= {OSLO}
     assert (text["memory"]["injected_tokens"], none["memory"]["facts"]) == (0, [])
     assert none["usage"]["prompt_tokens"] < text["usage"]["prompt_tokens"]
     assert "inferscale" not in json.dumps(injected.get("kv_transfer_params") or {})
