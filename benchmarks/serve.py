@@ -35,11 +35,11 @@ def main() -> None:
     arguments = parse()
     conversation = read_conversation(arguments.conversation)
     with Client(arguments.url, api_key=arguments.api_key) as client:
-        model = arguments.model or client.served_model()
+        model = arguments.model or served_model(client)
         config = {
             "command": f"python benchmarks/{command()}",
             "environment": environment(),
-            "baseline": "mode text of the same run: the same facts in the prompts, prefilled by the same server",
+            "baseline": "mode text of the same run: the same facts in the prompts, prefilled by this server",
             "conversation": conversation.name,
             "over": "HTTP, streamed",
         }
@@ -160,6 +160,10 @@ def wait_until_encoded(client: Client) -> None:
     end_s = time.monotonic() + 60
     while is_encoding(client) and time.monotonic() < end_s:
         time.sleep(0.02)
+
+
+def served_model(client: Client) -> str:
+    return str(client.chat("Hello.", extra={"max_tokens": 1}).raw["model"])
 
 
 def questions(conversation: BenchConversation, num: int) -> list[str]:

@@ -95,11 +95,13 @@ def words_of(text: str) -> tuple[int, ...]:
     ("pieces", "expected"),
     [
         (["|h:|", "Hello|a:|", "Bye|a:|"], ["|h:|", "Hello|a:|", "Bye|a:|"]),
-        (["x|h: ", "Hello|h: ", "Bye"], ["x", "|h: Hello", "|h: Bye"]),  # back to the control token
-        (["|h: ", "Hello|h: ", "Bye"], ["|h: Hello", "|h: Bye"]),  # nothing is left of the first
-        (["h: ", "Hello|a:|", "Bye"], ["h: Hello|a:|", "Bye"]),  # no place for a cut
+        (["x|h: ", "Hello|h: ", "Bye|"], ["x", "|h: Hello", "|h: Bye|"]),  # back to the control token
+        (["|h: ", "Hello|h: ", "Bye|"], ["|h: Hello", "|h: Bye|"]),  # nothing is left of the first
+        (["h: ", "Hello|a:|", "Bye|"], ["h: Hello|a:|", "Bye|"]),  # no place for a cut
+        (["x|h: ", "Hello|h: "], ["x", "|h: Hello", "|h: "]),  # the question's header would join it
         ([""], []),
-        (["", "Hello"], ["Hello"]),
+        (["h: "], ["h: "]),
+        (["", "Hello|"], ["Hello|"]),
         (["x" * 300 + "|" + "y" * 200, "Hello"], ["x" * 300 + "|" + "y" * 200 + "Hello"]),
     ],
 )
@@ -111,7 +113,7 @@ def test_cuts_do_not_change_the_ids(pieces: list[str], expected: list[str]) -> N
 
 
 def test_a_tokenizer_without_control_tokens() -> None:
-    assert HistoryCutter(words_of, []).cut(["a", " b", "c"]) == ("a", " bc")
+    assert HistoryCutter(words_of, []).cut(["a", " b", "c "]) == ("a", " bc ")
 
 
 # --- keys -----------------------------------------------------------------------------------------

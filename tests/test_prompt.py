@@ -510,7 +510,7 @@ def test_tool_results_stay_behind_the_question() -> None:
 
 TRIMMED = CHATML.replace("m['content']", "m['content'] | trim")
 MISTRAL = (
-    "<bos>{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    "<bos>{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
     "{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
     "{% else %} {{ m['content'] | trim }}<|im_end|>{% endif %}{% endfor %}"
 )
@@ -521,18 +521,18 @@ QWEN = (  # tool calls and results as Qwen2.5 shows them, and a last message tol
     "{% for c in m.tool_calls or [] %}\n<tool_call>{{ c.function.arguments.x }}{% endfor %}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-LAST_TWO = CHATML.replace("in messages", "in messages[:1] + messages[-2:]")
+LAST_TWO = CHATML.replace("in messages", "in messages[:1] + messages[1:][-2:]")
 TURNED = CHATML.replace("in messages", "in messages[:1] + messages[1:-1] | reverse | list + messages[-1:]")
-ECHOING = CHATML.replace("{% if add_gen", "{{ messages[1]['content'] }}{% if add_gen")
+ECHOING = CHATML.replace("{% if add_gen", "{{ messages[1]['content'] if messages[2:] }}{% if add_gen")
 
 
 def with_metaspace(template: str) -> Any:
-    """As Mistral and Llama 2 tokenize: a blank belongs to the word behind it, and every text opens with one."""
+    """As Mistral and Llama 2 tokenize: a blank belongs to the word behind it, and texts open with one."""
     core = Tokenizer(models.BPE(unk_token="<unk>"))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", *SPECIAL[:3]], show_progress=False)
     words = [" ".join([word] * 3) for text in CORPUS[:2] for word in text.split()] * 20
-    core.train_from_iterator([*words, "[INST] Hello Who Tea", "- said notes\n"], trainer)
+    core.train_from_iterator([*words, "[INST] Hello Who Tea [/INST]", "- said notes\n"], trainer)
     core.decoder = decoders.Replace("▁", " ")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<bos>", eos_token="<|im_end|>")
     tokenizer.chat_template = template
@@ -592,11 +592,14 @@ def test_turns_make_up_the_history(name: str, talk: str, monkeypatch: pytest.Mon
     assert builder_for(name).build(messages, FACTS).turns == prompt.turns
     assert builder_for(name).draft(messages).turns == prompt.turns
     assert builder_for(name).build(messages, [], TAIL).turns == ()
-    assert builder_for(name).build(messages).turns == ()
-    draft = builder_for(name).draft(messages)
-    if name not in ("mistral", "system_last"):  # they show blanks, or the system text, elsewhere
-        rewritten = builder_for(name).build(draft.rewritten(messages, FACTS, TAIL))
-        assert rewritten.token_ids == prompt.token_ids
+    # A template that strips a message also strips the line break behind the facts in it, and one without a
+    # system role has no place for a system text.
+    if name not in ("trimmed", "mistral", "system_last") and not (
+        name == "gemma" and talk in ("parts", "system")
+    ):
+        assert builder_for(name).build(messages).turns == ()
+        rewritten = builder_for(name).draft(messages).rewritten(messages, FACTS, TAIL)
+        assert builder_for(name).build(rewritten).token_ids == prompt.token_ids
     monkeypatch.setattr(TurnMarks, "place", lambda *_: None)
     whole = builder_for(name).build(messages, FACTS, TAIL)
     assert whole.token_ids == prompt.token_ids
@@ -607,25 +610,35 @@ def test_turns_make_up_the_history(name: str, talk: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", list(CHATTED))
 def test_a_turn_has_the_same_ids_in_every_later_request(name: str) -> None:
     builder = builder_for(name)
-    talk = said("Hello", "Hi, naïve 🙂", "  Who?", " Caroline. ", "<b>", "What?", "\nTea", "No.", "Hm", "So?")
+    talk = said(
+        "Hello", "Hi, naïve 🙂", "(Who)?", " Caroline. ", "Tea", "No.\n", "日本語", "So?", "Bye", "Bye."
+    )
     seen: tuple[tuple[int, ...], ...] = ()
-    texts: list[str] = []
     for end in range(0, len(talk), 2):
-        draft = builder.draft([*talk[:end], talk[end]])
+        draft = builder.draft(talk[: end + 1])
         turns = draft.turns
         assert turns == builder.build(talk[: end + 1], FACTS[end % 2 :], TAIL[: end % 2]).turns
+        # In Mistral's form the last piece is the header, which joins the question.
+        is_joined = name == "mistral"
+        assert turns[: len(seen) - is_joined] == seen[: len(seen) - is_joined]
+        assert len(turns) == end // 2 + 1 + (is_joined and end > 0) - (is_joined and end > 0)
         continued = draft.continued(str(talk[end + 1]["content"]))
         assert continued.head_ids == draft.head_ids
         if end + 2 < len(talk):
             assert continued.turns == builder.draft(talk[: end + 3]).turns, "known before the next question"
-        # A message that opens with a tag has no mark, so the turn before it goes on.
-        kept = len(seen) if talk[end - 2]["content"] != "<b>" else len(seen) - 1
-        assert turns[:kept] == seen[:kept]
         seen = turns
-        texts.append(text_of(CHATTED[name], turns[-1]))
-    assert len(seen) in (4, 5)
-    assert "Hello" in texts[1] + texts[0]
-    assert all("Hello" not in text for text in texts[2:])
+
+
+@pytest.mark.parametrize("question", ["  Who?", "\n Who?", "<b>Who?", "- Who?"])
+def test_a_question_that_joins_its_header_changes_the_piece_before_it_only(
+    chatml: Any, question: str
+) -> None:
+    builder = PromptBuilder(chatml)
+    talk = said("Hello", "Hi.", "Tea?", "Yes.", question, "Mel.", "q")
+    before, after = (builder.draft(talk[:end]).turns for end in (5, 7))
+    assert before[:2] == after[:2]
+    continued = builder.draft(talk[:5]).continued("Mel.").turns
+    assert continued == after
 
 
 def test_pieces_of_a_history(chatml: Any) -> None:
@@ -633,8 +646,8 @@ def test_pieces_of_a_history(chatml: Any) -> None:
     opening, closing = "<|im_start|>assistant\n", "<|im_end|>\n<|im_start|>user\n"
     assert [text_of(chatml, piece) for piece in turns] == [
         closing,
-        f"Is it \n(late) <|im_end|><|im_end|>\n{opening}Let me see.<|im_end|>\n<|im_start|>tool\nnine<|im_end|>\n"
-        f"{opening}It is nine.{closing}",
+        f"Is it \n(late) <|im_end|><|im_end|>\n{opening}Let me see.<|im_end|>\n"
+        f"<|im_start|>tool\nnine<|im_end|>\n{opening}It is nine.{closing}",
         f"Hello<|im_end|>\n{opening}Hi.{closing}",
         f"Who went to class?<|im_end|>\n{opening}Caroline did.{closing}",
         f"Tea?<|im_end|>\n{opening}Yes.{closing}",
@@ -648,7 +661,8 @@ def test_pieces_begin_at_a_control_token_where_a_question_joins_what_is_before_i
     assert texts == [
         "\nHello[/INST]Hi.",
         "<|im_end|>[INST]Whowenttoclass?[/INST]Carolinedid.",
-        "<|im_end|>[INST]Tea?[/INST]Yes.<|im_end|>[INST]",
+        "<|im_end|>[INST]Tea?[/INST]Yes.",
+        "<|im_end|>[INST]",
     ]
 
 

@@ -37,6 +37,9 @@ from inferscale.plan import Segment, segment_key
 
 _SEAM_CHARS = 128
 """Text on each side of a cut that decides whether it changes the ids; longer than any user header."""
+_QUESTION = "Hello"
+"""Stands for the question behind a history. A header that would join it is a piece of its own, so that the turn
+in front of it is the same piece in later requests."""
 
 
 class TurnMarks:
@@ -104,7 +107,7 @@ class HistoryCutter:
     def cut(self, pieces: Sequence[str]) -> tuple[str, ...]:
         """Pieces as `TurnMarks.split` gives them, with their cuts moved or taken back; none is empty."""
         done = [pieces[0]]
-        for piece in pieces[1:]:
+        for piece in [*pieces[1:], _QUESTION]:
             last = done.pop()
             num_back = self._seam(last[-_SEAM_CHARS:], piece[:_SEAM_CHARS])
             if num_back is None:
@@ -112,6 +115,7 @@ class HistoryCutter:
             else:
                 at = len(last) - num_back
                 done += [last[:at], last[at:] + piece]
+        done[-1] = done[-1].removesuffix(_QUESTION)
         return tuple(filter(None, done))
 
     def _find_seam(self, before: str, after: str) -> int | None:
