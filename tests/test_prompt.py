@@ -13,7 +13,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from inferscale.conversation import TurnMarks
+from inferscale.conversation import HistoryCutter, TurnMarks
 from inferscale.errors import EmptyText, EngineError, InvalidInput
 from inferscale.facts import Fact, Scope
 from inferscale.prompt import Prompt, PromptBuilder, render_fact
@@ -530,7 +530,12 @@ def with_metaspace(template: str) -> Any:
     """As Mistral and Llama 2 tokenize: a blank belongs to the word behind it, and texts open with one."""
     core = Tokenizer(models.BPE(unk_token="<unk>"))
     core.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", *SPECIAL[:3]], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<unk>", *SPECIAL[:3]],
+        initial_alphabet=[chr(code) for code in range(33, 127)],
+        show_progress=False,
+    )
     words = [" ".join([word] * 3) for text in CORPUS[:2] for word in text.split()] * 20
     core.train_from_iterator([*words, "[INST] Hello Who Tea [/INST]", "- said notes\n"], trainer)
     core.decoder = decoders.Replace("▁", " ")
@@ -556,6 +561,12 @@ def said(*texts: Any) -> list[dict[str, Any]]:
     """Questions and answers in turn."""
     roles = ("user", "assistant")
     return [{"role": roles[number % 2], "content": text} for number, text in enumerate(texts)]
+
+
+def without_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts as they were before turns were segments."""
+    monkeypatch.setattr(TurnMarks, "place", lambda *_: None)
+    monkeypatch.setattr(HistoryCutter, "cut", lambda _, pieces: ("".join(pieces),))
 
 
 TOOLS = [
@@ -600,7 +611,7 @@ def test_turns_make_up_the_history(name: str, talk: str, monkeypatch: pytest.Mon
         assert builder_for(name).build(messages).turns == ()
         rewritten = builder_for(name).draft(messages).rewritten(messages, FACTS, TAIL)
         assert builder_for(name).build(rewritten).token_ids == prompt.token_ids
-    monkeypatch.setattr(TurnMarks, "place", lambda *_: None)
+    without_cuts(monkeypatch)
     whole = builder_for(name).build(messages, FACTS, TAIL)
     assert whole.token_ids == prompt.token_ids
     assert whole.history == prompt.history
@@ -621,7 +632,7 @@ def test_a_turn_has_the_same_ids_in_every_later_request(name: str) -> None:
         # In Mistral's form the last piece is the header, which joins the question.
         is_joined = name == "mistral"
         assert turns[: len(seen) - is_joined] == seen[: len(seen) - is_joined]
-        assert len(turns) == end // 2 + 1 + (is_joined and end > 0) - (is_joined and end > 0)
+        assert len(turns) == end // 2 + 1
         continued = draft.continued(str(talk[end + 1]["content"]))
         assert continued.head_ids == draft.head_ids
         if end + 2 < len(talk):
@@ -677,25 +688,26 @@ def test_a_template_that_moves_turns_has_one_piece(template: str, monkeypatch: p
     assert len(rendered) == 1
     assert prompt.turns == (prompt.token_ids[slice(*prompt.history)],)
     assert "INFERSCALE" not in text_of(builder._tokenizer, prompt.token_ids)
-    monkeypatch.setattr(TurnMarks, "place", lambda *_: None)
+    without_cuts(monkeypatch)
     assert PromptBuilder(tokenizer_with(template)).build(messages, FACTS, TAIL) == prompt
 
 
 @needs_smollm2
-@pytest.mark.parametrize("talk", list(TALKS))
-def test_turns_of_smollm2(talk: str) -> None:
+def test_turns_of_smollm2() -> None:
     tokenizer = AutoTokenizer.from_pretrained(str(SMOLLM2))
     builder = PromptBuilder(tokenizer)
-    messages = [*TALKS[talk], user("Where is Mel?")]
-    prompt = builder.build(messages, FACTS, TAIL)
-    assert sum(prompt.turns, ()) == prompt.token_ids[slice(*prompt.history)]
-    rewritten = builder.draft(messages).rewritten(messages, FACTS, TAIL)
-    assert list(prompt.token_ids) == engine_ids(tokenizer, builder_wire(rewritten))
     num_marked = {"blanks": 3, "odd": 2, "parts": 2, "long": 15, "none": 0, "two questions": 2, "tools": 1}
-    assert len(prompt.turns) == num_marked.get(talk, sum(m["role"] == "user" for m in TALKS[talk])) + 1
+    num_marked |= {"short": 3, "system": 1}
+    for name, talk in TALKS.items():
+        messages = [*talk, user("Where is Mel?")]
+        prompt = builder.build(messages, FACTS, TAIL)
+        assert sum(prompt.turns, ()) == prompt.token_ids[slice(*prompt.history)]
+        rewritten = builder.draft(messages).rewritten(messages, FACTS, TAIL)
+        assert list(prompt.token_ids) == engine_ids(tokenizer, as_text(rewritten)), name
+        assert len(prompt.turns) == num_marked[name] + 1, name
 
 
-def builder_wire(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Contents as text, as vLLM hands them to a template."""
     joined = []
     for message in messages:
