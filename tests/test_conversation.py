@@ -11,7 +11,7 @@ import pytest
 from fakes import add, open_catalog
 from inferscale.catalog import Catalog
 from inferscale.conversation import Conversation, HistoryCutter, TurnMarks, turn_segments
-from inferscale.encode_jobs import JobChooser, WaitingTurns
+from inferscale.encode_jobs import JobChooser, TurnBook
 from inferscale.encoder import EncodeJob, Encoder
 from inferscale.facts import Scope
 from inferscale.plan import Segment, Span, salt_of, scope_digest, segment_key
@@ -248,22 +248,44 @@ def test_turns_are_no_facts_and_follow_the_scopes_epoch(
     assert salt_of(plan, b"secret")
     [fact] = add(catalog, ANA, "a fact")
     catalog.delete(fact.id)
-    assert chosen.encoder.is_outdated(job), "else the connector would refuse it"
-    [again] = chosen.for_turns(conversation())
+    assert chosen.encoder.is_outdated(job), "what was deleted may have been said in it"
+    [again] = chosen.for_turns(conversation()._replace(epoch=1))
+    assert not chosen.encoder.is_outdated(again)
     assert (again.epoch, again.captures) == (1, job.captures), "a deletion leaves the turns as they are"
 
 
+def one_of(scope: str, *keys: str) -> Conversation:
+    head = Segment("head", (0,), "text")
+    return Conversation(Scope(scope), (head, *(Segment(key, (1,), "turn") for key in keys)))
+
+
 def test_waiting_conversations_latest_first() -> None:
-    waiting = WaitingTurns()
-    assert waiting.take() is None
-    first, others = conversation(2), [Conversation(ANA, (Segment(str(n), (n,)),)) for n in range(100)]
-    waiting.put(first)
-    waiting.put(others[0])
-    waiting.put(conversation(3))
-    assert len(waiting) == 2, "a later turn takes the earlier one's place"
-    waiting.put(others[0])
-    assert [waiting.take(), waiting.take(), waiting.take()] == [others[0], conversation(3), None]
+    book = TurnBook()
+    assert book.take() is None
+    first, others = conversation(2), [one_of("bob", str(n)) for n in range(100)]
+    book.put(first)
+    book.put(others[0])
+    book.put(conversation(3))
+    assert book.num_waiting == 2, "a later turn takes the earlier one's place"
+    book.put(others[0])
+    assert [book.take(), book.take(), book.take()] == [others[0], conversation(3), None]
     for one in others:
-        waiting.put(one)
-    assert len(waiting) == 64
-    assert waiting.take() == others[99]
+        book.put(one)
+    assert book.num_waiting == 64
+    assert book.take() == others[99]
+
+
+def test_keys_that_a_deletion_takes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    book = TurnBook()
+    for one in (one_of("ana", "a"), one_of("bob", "b"), one_of("ana", "a", "c"), one_of("ana", "d")):
+        book.put(one)
+        book.take()
+    book.put(one_of("ana", "e"))
+    assert sorted(book.forget([Scope("ana"), Scope("carl")])) == ["a", "c", "d"], "not the head, nor others'"
+    assert book.forget([Scope("ana")]) == []
+    assert book.forget([Scope("bob")]) == ["b"]
+    monkeypatch.setattr("inferscale.encode_jobs._MAX_KEYS", 4)
+    for name in ("ana", "bob", "carl", "ana"):
+        book.put(one_of(name, f"{name} 1", f"{name} 2"))
+        book.take()
+    assert [len(book.forget([Scope(name)])) for name in ("ana", "bob", "carl")] == [2, 0, 2]

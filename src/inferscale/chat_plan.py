@@ -176,7 +176,7 @@ class ChatPlanner:
         head = draft.head_ids
         opening = Segment(self._head_key(head), head, "text")
         turns = turn_segments(plan.model, plan.scope, plan.caller_salt, head, draft.turns)
-        return Conversation(scope, (opening, *turns))
+        return Conversation(scope, (opening, *turns), plan.epoch)
 
     def check_length(self, turn: Turn) -> None:
         """Raise TextTooLong for a turn that the model cannot encode."""

@@ -12,8 +12,9 @@ Decided here:
 
 - A piece's KV is computed by a pass of its own, behind the head and the pieces before it and *without facts*
   (`encode_jobs.JobChooser.for_turns`). It is not captured from the pages of the request that answered: there
-  it has seen facts, and deleting one of them would have to find and drop it. So deleting a fact leaves
-  nothing of it in the KV of a turn; what an answer quotes of it is text that the client sends itself.
+  it has seen facts, and deleting one of them would leave something of it in every turn behind it. So a turn's
+  KV is right whatever is deleted. What was *said* may still be what is deleted, or quote it: a deletion
+  therefore drops the turns of its scopes too (`encode_jobs.TurnBook`), and the next answer brings them back.
 - The key mixes in the digest of the scope, and the caller's own cache salt where there is one: nobody can
   find out by timing whether somebody else had the same conversation.
 - Pieces are cut where tokenizing them one by one gives the ids of the whole text: at the question's text, or
@@ -38,8 +39,8 @@ from inferscale.plan import Segment, segment_key
 _SEAM_CHARS = 128
 """Text on each side of a cut that decides whether it changes the ids; longer than any user header."""
 _QUESTION = "Hello"
-"""Stands for the question behind a history. A header that would join it is a piece of its own, so that the turn
-in front of it is the same piece in later requests."""
+"""Stands for the question behind a history. A header that would join it is a piece of its own, so that the
+turn in front of it is the same piece in later requests."""
 
 
 class TurnMarks:
@@ -145,10 +146,14 @@ def turn_segments(
 
 
 class Conversation(NamedTuple):
-    """What opens the prompts of a conversation, but for the facts. segments: the head, then the turns."""
+    """What opens the prompts of a conversation, but for the facts. segments: the head, then the turns.
+
+    epoch: of the scope when its last chat was planned.
+    """
 
     scope: Scope
     segments: tuple[Segment, ...]
+    epoch: int = 0
 
     @property
     def name(self) -> str:

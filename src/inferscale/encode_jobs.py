@@ -17,6 +17,8 @@ from inferscale.runtime.residency import ResidencyClient
 _KEYS_AT_ONCE = 10_000
 _MAX_WAITING = 64
 """Conversations that wait for a pass."""
+_MAX_KEYS = 2**18
+"""Keys of turns that are known; more than any pool has pages."""
 
 
 class JobChooser:
@@ -53,12 +55,12 @@ class JobChooser:
         """The pass that brings what the pool lacks of a conversation into it, as far as it fits the model.
 
         It runs behind the head and the turns that are there already, so it computes the new turn's tokens
-        only, and without facts: what it captures is then the same whatever facts a chat finds, and a
-        deletion has nothing to drop in it. Its blocks in vLLM's prefix cache are under the scope's salt for
-        injecting requests; those begin with the same head and go on with facts, and what is injected here is
-        what the keys say. Raises EngineError where the engine does not answer.
+        only, and without facts: what it captures is then the same whatever facts a chat finds. Its blocks
+        in vLLM's prefix cache are under the scope's salt for injecting requests; those begin with the same
+        head and go on with facts, and what is injected here is what the keys say. It does not run where
+        something of the scope was deleted since the chat was planned: what was said may be just that. Raises
+        EngineError where the engine does not answer.
         """
-        epoch = self.encoder.catalog.epoch(conversation.scope)
         there = self.resident([segment.key for segment in conversation.segments])
         ids: list[int] = []
         captures: list[Span] = []
@@ -75,9 +77,13 @@ class JobChooser:
                 num_leading += 1
         if not captures:
             return []
-        leading = conversation.segments[:num_leading]
         job = EncodeJob(
-            conversation.scope, tuple(ids[:num_computed]), tuple(captures), epoch, leading, of_facts=False
+            conversation.scope,
+            tuple(ids[:num_computed]),
+            tuple(captures),
+            conversation.epoch,
+            conversation.segments[:num_leading],
+            of_facts=False,
         )
         return [job]
 
@@ -102,28 +108,51 @@ class JobChooser:
         return kept[::-1]
 
 
-class WaitingTurns:
-    """Conversations whose turns are to be encoded, the latest first.
+class TurnBook:
+    """Which conversations wait to be encoded, and which keys a deletion has to take back. One thread only.
 
-    A turn is worth its pass only until the next question, and passes give way to chats: where more come than
-    run, the oldest are left out, and their turns are prefilled. A later turn takes its conversation's place.
+    A turn is worth its pass only until the next question, and passes give way to chats: the latest is encoded
+    first, and where more come than run, the oldest are left out and their turns prefilled. A later turn takes
+    its conversation's place. The keys of a scope are known until so many others came that the pool, which
+    drops what was not used for longest, holds them no more.
     """
 
     def __init__(self) -> None:
-        self._by_name: OrderedDict[str, Conversation] = OrderedDict()
+        self._waiting: OrderedDict[str, Conversation] = OrderedDict()
+        self._keys: OrderedDict[Scope, set[str]] = OrderedDict()  # the scope that spoke last is the last
+        self._num_keys = 0
 
-    def __len__(self) -> int:
-        return len(self._by_name)
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
 
     def put(self, conversation: Conversation) -> None:
         for segment in conversation.segments:
-            self._by_name.pop(segment.key, None)
-        self._by_name[conversation.name] = conversation
-        while len(self._by_name) > _MAX_WAITING:
-            self._by_name.popitem(last=False)
+            self._waiting.pop(segment.key, None)
+        self._waiting[conversation.name] = conversation
+        while len(self._waiting) > _MAX_WAITING:
+            self._waiting.popitem(last=False)
 
     def take(self) -> Conversation | None:
-        return self._by_name.popitem()[1] if self._by_name else None
+        """The next one to encode; its keys are known from now on."""
+        if not self._waiting:
+            return None
+        conversation = self._waiting.popitem()[1]
+        keys = self._keys.setdefault(conversation.scope, set())
+        self._keys.move_to_end(conversation.scope)
+        self._num_keys -= len(keys)
+        keys.update(segment.key for segment in conversation.segments if segment.kind == "turn")
+        self._num_keys += len(keys)
+        while self._num_keys > _MAX_KEYS and len(self._keys) > 1:
+            self._num_keys -= len(self._keys.popitem(last=False)[1])
+        return conversation
+
+    def forget(self, scopes: Iterable[Scope]) -> list[str]:
+        """Keys of all turns of these scopes that may be in the pool. What waits is older than the deletion
+        that this is for, and does not run."""
+        found = [self._keys.pop(scope, set()) for scope in scopes]
+        self._num_keys -= sum(map(len, found))
+        return [key for keys in found for key in keys]
 
 
 def without_repetitions(jobs: Iterable[EncodeJob]) -> list[EncodeJob]:

@@ -31,7 +31,6 @@ from fakes import open_memory
 
 pytestmark = pytest.mark.engine
 
-ANA = Scope("ana")
 SAID = (
     "My sister Ines lives in Oslo and works as a baker.",
     "My dog is called Rex, he is six years old.",
@@ -45,7 +44,7 @@ QUESTIONS = (
     "What did I play in a small orchestra?",
     "And where was my bicycle stolen?",
 )
-NUM_STEPS = 8
+NUM_STEPS = 6
 
 
 class Resident(NamedTuple):
@@ -55,9 +54,10 @@ class Resident(NamedTuple):
 
 
 class Talk:
-    """One conversation of Ana's, on an engine whose pool is empty."""
+    """One conversation of a scope, on an engine whose pool is empty. The engine keeps the scope's epoch."""
 
-    def __init__(self, a: Author, memory: Memory) -> None:
+    def __init__(self, a: Author, memory: Memory, scope: Scope) -> None:
+        self.scope = scope
         self.a = a
         self.engine = a.engine
         self.memory = memory
@@ -89,7 +89,9 @@ class Talk:
     def ask(self, question: str) -> tuple[PreparedChat, Answer]:
         """The next question, and its answer in the history."""
         self.messages.append({"role": "user", "content": question})
-        prepared = self.planner.prepare(self.planner.prompts.draft(self.messages), ANA, 2, "inject", 0, 64)
+        prepared = self.planner.prepare(
+            self.planner.prompts.draft(self.messages), self.scope, 2, "inject", 0, 64
+        )
         assert prepared.plan is not None
         answer = self.engine.ask(prepared.prompt.token_ids, prepared.plan, max_tokens=NUM_STEPS)
         text = self.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
@@ -101,7 +103,7 @@ class Talk:
         assert prepared.plan is not None
         draft = self.planner.prompts.draft(self.messages[:-1])
         answer = self.messages[-1]["content"]
-        return self.jobs.for_turns(self.planner.conversation(draft, prepared.plan, ANA, answer))
+        return self.jobs.for_turns(self.planner.conversation(draft, prepared.plan, self.scope, answer))
 
     def parts(self, prepared: PreparedChat) -> list[Part]:
         """The prompt with all of its segments as stored."""
@@ -124,11 +126,12 @@ def front(prepared: PreparedChat) -> list[Fact]:
 
 
 @pytest.fixture
-def talk(author: Callable[..., Author], tmp_path: Path) -> Iterator[Talk]:
+def talk(request: pytest.FixtureRequest, author: Callable[..., Author], tmp_path: Path) -> Iterator[Talk]:
+    scope = Scope(request.node.name)
     with open_memory(tmp_path) as memory:
-        memory.add(list(SAID), user_id="ana")
-        started = Talk(author("smollm2", block_size=32), memory)
-        started.encode(started.encoder.new_jobs(ANA))
+        memory.add(list(SAID), user_id=scope.user_id)
+        started = Talk(author("smollm2", block_size=32), memory, scope)
+        started.encode(started.encoder.new_jobs(scope))
         yield started
 
 
@@ -138,7 +141,7 @@ def supplied(outcome: dict[str, Any] | None) -> int:
 
 
 def test_a_conversation_stays_flat(talk: Talk) -> None:
-    tolerance = 2 * talk.a.baseline([200, 300, 400], NUM_STEPS)
+    tolerance = 2 * talk.a.baseline([110, 170], NUM_STEPS)
     chosen: list[list[Fact]] = []
     for number, question in enumerate(QUESTIONS):
         prepared, answer = talk.ask(question)
@@ -167,7 +170,7 @@ def test_a_conversation_stays_flat(talk: Talk) -> None:
         assert done["prefilled_tokens"] <= num_new < 60
         assert talk.keep(prepared) == []
     assert all(one != other for one, other in zip(chosen, chosen[1:], strict=False)), "the facts changed"
-    limit = 2 * talk.a.kv_baseline([200, 300, 400])
+    limit = 2 * talk.a.kv_baseline([100, 150])
     for segment in turns(prepared):
         pooled = talk.engine.pooled(segment.key)
         assert largest_difference(pooled, talk.stored[segment.key].kv.numpy()) <= limit
@@ -182,7 +185,7 @@ def test_turns_outlive_the_deletion_of_a_fact(talk: Talk) -> None:
     assert not set(deletion.keys) & {segment.key for segment in turns(prepared)}
     epochs = tuple((prepared.plan.scope, item.epoch) for item in deletion.epochs if prepared.plan)
     talk.engine.ask((0,), talk.engine.plan("", order=Order("forget", tuple(deletion.keys), epochs)))
-    talk.encode(talk.encoder.new_jobs(ANA))
+    talk.encode(talk.encoder.new_jobs(talk.scope))
     prepared, answer = talk.ask(QUESTIONS[1])
     assert gone not in front(prepared)
     assert len(turns(prepared)) == 3
@@ -195,7 +198,7 @@ def test_a_turn_that_was_evicted_is_prefilled(talk: Talk) -> None:
         talk.encode(talk.keep(prepared))
     known = turns(prepared)
     talk.engine.forget([known[1].key])
-    tolerance = 2 * talk.a.baseline([300] * 3, NUM_STEPS)
+    tolerance = 2 * talk.a.baseline([110, 170], NUM_STEPS)
     prepared, answer = talk.ask(QUESTIONS[3])
     kept = prepared.prompt.history[0] + len(known[0].token_ids)
     assert supplied(answer.outcome) == kept

@@ -5,21 +5,21 @@ Errors that are raised on purpose, and refusals of a body, are answered in OpenA
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
-from http import HTTPStatus
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast
 
-from fastapi import Body, Depends, FastAPI, Query, Request
+from fastapi import Body, Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 
 from inferscale.errors import InferScaleError, InvalidInput
 from inferscale.facts import Scope, Turn
 from inferscale.server import models
 from inferscale.server.http import answer_to, error_body
-from inferscale.server.keys import OPERATOR, Caller, Forbidden
+from inferscale.server.keys import Caller, Forbidden
 from inferscale.server.service import MemoryService
 from inferscale.turns import Content
 
@@ -28,8 +28,10 @@ logger = logging.getLogger(__name__)
 PREFIX = "/v1/memories"
 _POOL = ("pages", "free_pages", "page_size_tokens", "resident_segments", "evictions")
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": models.ErrorAnswer} for status in (400, 401, 403, 404, 503)
+    status: {"model": models.ErrorAnswer} for status in (400, 401, 403, 404, 413, 500, 503)
 }
+_ERRORS["default"] = {"model": models.ErrorAnswer, "description": "Any other error"}  # there is no 422
+_SHOWN_CHARS = 100
 
 _Id = Annotated[str | None, Query(max_length=1000)]
 
@@ -39,7 +41,7 @@ def _scope(user_id: _Id = None, agent_id: _Id = None, run_id: _Id = None) -> Sco
 
 
 def _caller(request: Request) -> Caller:
-    return cast(Caller, getattr(request.state, "caller", OPERATOR))
+    return cast(Caller, request.state.caller)  # without the middleware nobody is let in
 
 
 _Scope = Annotated[Scope, Depends(_scope)]
@@ -54,6 +56,7 @@ def memory_api(service: MemoryService) -> FastAPI:
         docs_url=f"{PREFIX}/docs",
         openapi_url=f"{PREFIX}/openapi.json",
         redoc_url=None,
+        dependencies=[Depends(HTTPBearer(auto_error=False, description="Where the server has API keys."))],
         responses=_ERRORS,
         redirect_slashes=False,
     )
@@ -177,28 +180,37 @@ def _contents(body: models.AddBody) -> Content | Sequence[Content]:
 
 def _answer_errors(api: FastAPI) -> None:
     @api.exception_handler(RequestValidationError)
-    async def refused(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def refused(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         if first["type"] == "json_invalid":
-            return JSONResponse(error_body(400, f"The body is no JSON: {first['ctx']['error']}."), 400)
-        place = [str(part) for part in first["loc"] if part not in ("body", "query", "path")]
-        name = ".".join(place) or "the body"
-        message = f"{name}: {first['msg']}."
-        return JSONResponse(error_body(400, message, "invalid_value", name), 400)
+            return _answer(400, error_body(400, f"The body is no JSON: {first['ctx']['error']}."))
+        place = [str(part) for part in first["loc"][1:]]  # behind `body` or `query`
+        if not place and first["type"] == "model_attributes_type":
+            text = "The body is no JSON object. Send one, with `Content-Type: application/json`."
+            return _answer(400, error_body(400, text))
+        name = _shown(".".join(place)) or None
+        message = f"{name or 'the body'}: {first['msg']}."
+        return _answer(400, error_body(400, message, "invalid_value", name))
 
     @api.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> JSONResponse:
-        message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase}."
-        return JSONResponse(
-            error_body(error.status_code, message), error.status_code, headers=dict(error.headers or {})
-        )
+    async def unknown(request: Request, error: HTTPException) -> Response:
+        message = f"{request.method} {_shown(request.url.path)}: {error.detail}."
+        return _answer(error.status_code, error_body(error.status_code, message), error.headers)
 
-    @api.exception_handler(Exception)
-    async def failed(request: Request, error: Exception) -> JSONResponse:
+    async def failed(request: Request, error: Exception) -> Response:
         status, body = answer_to(error)
-        if status >= 500:
-            logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return JSONResponse(body, status)
+        if status >= 500 and isinstance(error, InferScaleError):  # others are raised again, to be logged
+            logger.error("%s below %s failed: %s", request.method, PREFIX, error)
+        return _answer(status, body)
 
-    for known in (InferScaleError, Forbidden):
-        api.add_exception_handler(known, failed)
+    for kind in (InferScaleError, Forbidden, Exception):
+        api.add_exception_handler(kind, failed)
+
+
+def _answer(status: int, body: dict[str, Any], headers: Mapping[str, str] | None = None) -> Response:
+    """As ASCII: what a caller sent may hold halves of characters."""
+    return Response(json.dumps(body), status, headers, media_type="application/json")
+
+
+def _shown(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

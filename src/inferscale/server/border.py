@@ -8,27 +8,48 @@ Knows no routes: a body is searched whatever it is for.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from typing import Any
 
+from inferscale.errors import InvalidInput
 from inferscale.plan import WIRE_KEY
 
 _PARAMS = "kv_transfer_params"
 _SALT = "cache_salt"
 _OUR_SALT = "inferscale-"
-_NAMES = (_PARAMS.encode(), _SALT.encode())
+_NAMES = (_PARAMS, _SALT)
+
+
+def may_name(raw: bytes, *names: str) -> bool:
+    """Whether a body may have a field of one of these names, written plainly or not.
+
+    JSON has two other ways to write one: escapes, and the encodings of Unicode with more than one byte for
+    each of its signs, which are read here as they are by vLLM.
+    """
+    plain = any(name.encode() in raw for name in names)
+    return plain or b"\\u" in raw or not json.detect_encoding(raw).startswith("utf-8")
+
+
+def read_json(raw: bytes) -> Any:
+    """What vLLM will read. Raises ValueError for what is no JSON, InvalidInput for what vLLM may read."""
+    try:
+        return json.loads(raw)
+    except RecursionError as error:  # how deep is too deep depends on who calls
+        raise InvalidInput("The body is nested too deeply. Send one with fewer levels.") from error
 
 
 def cleaned(raw: bytes) -> bytes:
     """A request's body without what only this server may say; the same object where nothing was found.
 
-    What is no JSON object is let through: vLLM refuses it.
+    What is no JSON object is let through: vLLM refuses it, or it is a form, whose fields hold no objects.
+    Raises InvalidInput for a body that is nested too deeply.
     """
-    if not any(name in raw for name in _NAMES) and b"\\u" not in raw:
-        return raw  # escapes are the only other way to write these names
+    if not may_name(raw, *_NAMES):
+        return raw
     try:
-        body = json.loads(raw)
-    except (ValueError, RecursionError):
+        body = read_json(raw)
+    except InvalidInput:
+        raise
+    except ValueError:
         return raw
     return json.dumps(body).encode() if isinstance(body, dict) and clean(body) else raw
 
@@ -38,29 +59,32 @@ def clean(body: dict[str, Any]) -> bool:
     found = _clean_params(body)
     extra = body.get("vllm_xargs")  # copied into the same place by vLLM
     if isinstance(extra, dict):
-        found = _clean_params(extra) or found
+        found = _clean_arguments(extra) or found
+    elif isinstance(extra, str) and may_name(extra.encode("utf-8", "surrogatepass"), *_NAMES):
+        del body["vllm_xargs"]  # in a form it is text, and nothing that a form can say is of use there
+        found = True
     sampling = body.get("sampling_params")  # of the token-in/token-out route
     if isinstance(sampling, dict):
-        found = clean_arguments(sampling) or found
+        arguments = sampling.get("extra_args")
+        found = (isinstance(arguments, dict) and _clean_arguments(arguments)) or found
     return found
 
 
-def clean_arguments(sampling: dict[str, Any]) -> bool:
-    """The same for sampling parameters, which carry them in `extra_args`."""
-    arguments = sampling.get("extra_args")
-    return isinstance(arguments, dict) and _clean_params(arguments)
+def _clean_arguments(holder: dict[str, Any]) -> bool:
+    """The same for arguments that vLLM does not look into: what is no object breaks whoever does."""
+    found = holder.get(_PARAMS) is not None and not isinstance(holder[_PARAMS], dict)
+    if found:
+        del holder[_PARAMS]
+    return _clean_params(holder) or found
 
 
 def _clean_params(holder: dict[str, Any]) -> bool:
     found = False
     params = holder.get(_PARAMS)
-    if isinstance(params, Mapping) and WIRE_KEY in params:
+    if isinstance(params, dict) and WIRE_KEY in params:
         holder[_PARAMS] = {name: value for name, value in params.items() if name != WIRE_KEY}
         if not holder[_PARAMS]:
             del holder[_PARAMS]
-        found = True
-    elif isinstance(params, str):  # `vllm_xargs` allows texts, which no connector can use
-        del holder[_PARAMS]
         found = True
     salt = holder.get(_SALT)
     if isinstance(salt, str) and salt.startswith(_OUR_SALT):

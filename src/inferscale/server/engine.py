@@ -5,7 +5,6 @@ Read from `app.state` (vllm/entrypoints/openai/api_server.py, `init_app_state`),
 
 from __future__ import annotations
 
-import ipaddress
 import itertools
 import os
 import uuid
@@ -39,6 +38,16 @@ class Front:
     is_on_gpu: bool
     model_config: Any
     args: Any
+
+    @property
+    def cors(self) -> dict[str, Any]:
+        """vLLM's settings of CORS, as Starlette's middleware names them."""
+        return {
+            "allow_origins": getattr(self.args, "allowed_origins", ()),
+            "allow_credentials": getattr(self.args, "allow_credentials", False),
+            "allow_methods": getattr(self.args, "allowed_methods", ("GET",)),
+            "allow_headers": getattr(self.args, "allowed_headers", ()),
+        }
 
     @property
     def runtime_dir(self) -> Path:
@@ -148,16 +157,6 @@ class EngineSide:
             raise EngineError(f"The engine did not carry out the order {order.op!r}: {outcome}")
         answer: dict[str, Any] = outcome["answer"]
         return answer
-
-
-def is_loopback(host: str | None) -> bool:
-    """Whether an address is of this machine alone; a Unix socket (None) is."""
-    if host is None or host in ("localhost", "testclient"):
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def tool_dicts(tools: object) -> Any:

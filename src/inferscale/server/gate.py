@@ -45,6 +45,7 @@ class Gate(Generic[_J]):
         self._quiet.set()
         self._task: asyncio.Task[None] | None = None
         self._is_busy = False
+        self._is_closed = False
 
     @property
     def num_waiting(self) -> int:
@@ -56,11 +57,14 @@ class Gate(Generic[_J]):
         return not (self._chosen or self._waiting or self._urgent or self._num_running or self._is_busy)
 
     def put(self, name: str, choose: Choose[_J], *, is_urgent: bool = False) -> None:
-        """Ask for work; what waits under the same name already is the same work. urgent: before all else."""
+        """Ask for work; what waits under the same name already is the same work. urgent: before all else.
+        Once the gate is closed, nothing is done."""
+        if self._is_closed:
+            return
         waiting = self._urgent if is_urgent else self._waiting
         waiting.setdefault(name, choose)
         self._wake.set()
-        if self._task is None:
+        if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._work(), name="inferscale-encode")
 
     @contextmanager
@@ -82,10 +86,15 @@ class Gate(Generic[_J]):
 
     async def close(self) -> None:
         """Stop; what has not run yet does not run."""
+        self._is_closed = True
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
+        self._chosen.clear()
+        self._waiting.clear()
+        self._urgent.clear()
+        self._is_busy = False
 
     async def _work(self) -> None:
         while True:
@@ -97,6 +106,8 @@ class Gate(Generic[_J]):
                     await self._wake.wait()
                 continue
             await self._give_way()
+            while self._urgent:  # came meanwhile
+                await self._choose_next()
             jobs = [self._chosen.popleft()]
             while self._chosen and not self._num_chats and len(jobs) < AT_ONCE:
                 jobs.append(self._chosen.popleft())
@@ -138,3 +149,8 @@ class Gate(Generic[_J]):
             await self._run(job)
         except Exception:  # this task is its root
             logger.exception("A pass failed; its facts stay text")
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():  # the gate is closed
+                raise
+            logger.error("A pass was aborted by the engine; its facts stay text")

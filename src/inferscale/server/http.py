@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import traceback
 from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
@@ -16,6 +18,8 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+logger = logging.getLogger(__name__)
+
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -27,14 +31,22 @@ class ClientLeft(Exception):
     """The client closed the connection before its request was whole."""
 
 
-async def read_body(receive: Receive) -> bytes:
-    """The whole body of a request. Raises ClientLeft."""
+class TooLarge(Exception):
+    """The body is larger than what is read; the message says how large it may be."""
+
+
+async def read_body(receive: Receive, limit_bytes: int | None = None) -> bytes:
+    """The whole body of a request. Raises ClientLeft, and TooLarge for one of more than limit_bytes."""
     parts = []
+    size_bytes = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientLeft
         parts.append(message.get("body", b""))
+        size_bytes += len(parts[-1])
+        if limit_bytes is not None and size_bytes > limit_bytes:
+            raise TooLarge(f"The body is too large; allowed are {limit_bytes} bytes. Send it in parts.")
         if not message.get("more_body", False):
             return b"".join(parts)
 
@@ -53,12 +65,23 @@ def replay(body: bytes, receive: Receive) -> Receive:
     return receive_again
 
 
+def route_path(scope: Scope) -> str:
+    """The path below `root_path`, as Starlette's router finds it."""
+    path: str = scope["path"]
+    root = scope.get("root_path", "")
+    is_below = bool(root) and path.startswith(root) and path[len(root) :][:1] in ("", "/")
+    return path[len(root) :] if is_below else path
+
+
 def header(scope: Scope, name: str) -> str | None:
+    """The first header of this name."""
+    return next(iter(headers_of(scope, name)), None)
+
+
+def headers_of(scope: Scope, name: str) -> list[str]:
     wanted = name.lower().encode()
-    for key, value in scope.get("headers", ()):
-        if key.lower() == wanted:
-            return bytes(value).decode("latin-1")
-    return None
+    found = [value for key, value in scope.get("headers", ()) if key.lower() == wanted]
+    return [bytes(value).decode("latin-1") for value in found]
 
 
 def with_headers(scope: Scope, **values: str | None) -> Scope:
@@ -83,6 +106,8 @@ def answer_to(error: Exception) -> tuple[int, dict[str, Any]]:
         return 401, error_body(401, "An API key is needed: send it as `Authorization: Bearer KEY`.")
     if isinstance(error, Forbidden):
         return 403, error_body(403, str(error))
+    if isinstance(error, TooLarge):
+        return 413, error_body(413, str(error))
     if isinstance(error, UnknownFact):
         return 404, error_body(404, str(error))
     if isinstance(error, InvalidInput):
@@ -90,6 +115,12 @@ def answer_to(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, (EngineError, CatalogError)):
         return 503, error_body(503, str(error))
     return 500, error_body(500, "The server made a mistake; its log says more.")
+
+
+def log_fault(what: str, error: Exception) -> None:
+    """Where an error came from that nobody meant. Without its message, which may hold a user's text."""
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("%s: %s\n%s", what, type(error).__name__, frames)
 
 
 async def send_json(

@@ -63,7 +63,7 @@ class Metrics:
     def answered(self, use: Mapping[str, Any]) -> None:
         """use: the `memory` object of an answer."""
         for source in ("injected", "cached", "prefilled", "missing"):
-            self.tokens.labels(source).inc(int(use.get(f"{source}_tokens") or 0))
+            self.tokens.labels(source).inc(max(0, int(use.get(f"{source}_tokens") or 0)))
 
     def observe(self, num_waiting: int, stats: Mapping[str, Any]) -> None:
         """Before somebody reads the metrics."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections.abc import Collection
 from contextlib import nullcontext
-from typing import Any
+
+from starlette.middleware.cors import CORSMiddleware
 
 from inferscale.config import read_tenants
 from inferscale.errors import InferScaleError
 from inferscale.server import border, chat, page
 from inferscale.server.api import PREFIX, memory_api
 from inferscale.server.ask import take_ask
-from inferscale.server.engine import front_of, is_loopback
+from inferscale.server.engine import front_of
 from inferscale.server.http import (
     App,
     ClientLeft,
@@ -25,15 +27,19 @@ from inferscale.server.http import (
     Receive,
     Scope,
     Send,
+    TooLarge,
     answer_to,
     error_body,
     header,
+    headers_of,
+    log_fault,
     read_body,
     replay,
+    route_path,
     send_json,
     with_headers,
 )
-from inferscale.server.keys import OPERATOR, Caller, Forbidden, Keys, Unauthorized
+from inferscale.server.keys import OPERATOR, Caller, Forbidden, Keys, Unauthorized, check_near
 from inferscale.server.service import MemoryService, open_service
 from inferscale.server.stream import AnswerWithMemory
 
@@ -43,7 +49,12 @@ CHAT = "/v1/chat/completions"
 PAGE = "/memory"
 _GUARDED = ("/v1", "/v2", "/inference", "/cohere")
 """What vLLM itself asks a key for."""
-_GENERATING = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/inference")
+_GENERATING = (
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/inference", "/cohere",
+    "/invocations",
+)  # fmt: skip
+_MAX_BODY_BYTES = 64 * 2**20
+"""Of the memory API. vLLM's routes have no limit."""
 
 
 class MemoryMiddleware:
@@ -55,11 +66,14 @@ class MemoryMiddleware:
         self._keys = Keys((), {})
         self._api: App | None = None
         self._allow_remote = False
+        self._origins: Collection[str] = ()
         self._opening = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, self._opening_send(scope, send))
+        elif scope["type"] == "websocket":
+            await self._websocket(scope, receive, send)
         elif scope["type"] != "http":
             await self.app(scope, receive, send)
         else:
@@ -74,7 +88,7 @@ class MemoryMiddleware:
                     logger.error("Memory cannot be served: %s", error)
                     await send({"type": "lifespan.startup.failed", "message": str(error)})
                     return
-            elif message["type"] == "lifespan.shutdown.complete" and self.service is not None:
+            elif message["type"].startswith("lifespan.shutdown.") and self.service is not None:
                 await self.service.close()
             await send(message)
 
@@ -86,8 +100,9 @@ class MemoryMiddleware:
                 front = front_of(scope["app"].state)
                 self._keys = Keys(front.api_keys, read_tenants(front.server.keys_file))
                 self._allow_remote = front.server.allow_remote_without_key
+                self._origins = [origin for origin in front.cors["allow_origins"] if origin != "*"]
                 service = open_service(front)
-                self._api = memory_api(service)
+                self._api = CORSMiddleware(memory_api(service), **front.cors)
                 service.load_embedder()
                 self.service = service
                 logger.info("Memory is served from %s", service.memory.catalog.path.parent)
@@ -96,7 +111,7 @@ class MemoryMiddleware:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             service = self.service or await self._open(scope)
-            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            path = route_path(scope)
             if path == "/health" and scope["method"] == "GET":
                 await self._health(service, scope, receive, send)
             elif path == PAGE or path.startswith(f"{PAGE}/"):
@@ -107,22 +122,43 @@ class MemoryMiddleware:
                 await self._engine(service, scope, path, receive, send)
         except ClientLeft:
             return
-        except (InferScaleError, Unauthorized, Forbidden) as error:
-            status, body = answer_to(error)
-            challenge = [(b"www-authenticate", b"Bearer")] if status == 401 else []
-            await send_json(send, status, body, challenge)
+        except (InferScaleError, Unauthorized, Forbidden, TooLarge) as error:
+            await _refuse(send, error)
+
+    async def _websocket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """vLLM's, behind the same keys."""
+        try:
+            if self.service is None:
+                await self._open(scope)
+            _, scope = self._checked(scope, route_path(scope))
+        except Unauthorized:
+            await send({"type": "websocket.close", "code": 1008, "reason": "An API key is needed."})
+            return
+        await self.app(scope, receive, send)
 
     def _caller(self, scope: Scope) -> Caller:
-        """Who asks. Raises Unauthorized."""
-        return self._keys.caller(header(scope, "authorization"))
+        """Who asks. Raises Unauthorized, also where two keys are given: which one counts elsewhere?"""
+        given = headers_of(scope, "authorization")
+        return self._keys.caller(given[0] if len(given) == 1 else None)
+
+    def _checked(self, scope: Scope, path: str) -> tuple[Caller, Scope]:
+        """Who asks for a route of vLLM, and the request with a key that vLLM knows. Raises Unauthorized."""
+        if not path.startswith(_GUARDED) or scope.get("method") == "OPTIONS":
+            return OPERATOR, scope
+        caller = self._caller(scope)
+        key = self._keys.for_engine()
+        return caller, scope if key is None else with_headers(scope, authorization=key)
 
     def _check_near(self, scope: Scope) -> None:
-        """Without keys everybody who reaches the port is the operator: only this machine may be near it."""
-        client = scope.get("client")
-        if self._keys.is_open and not self._allow_remote and not is_loopback(client and client[0]):
-            raise Forbidden(
-                "This server has no API key, so memory is for this machine only. Start it with --api-key (or "
-                "VLLM_API_KEY), or allow it with --allow-remote-without-key."
+        """Raises Forbidden."""
+        if self._keys.is_open:
+            client = scope.get("client")
+            check_near(
+                client[0] if client else None,
+                header(scope, "host"),
+                header(scope, "origin"),
+                anyone=self._allow_remote,
+                origins=self._origins,
             )
 
     # own routes -------------------------------------------------------------------------------
@@ -134,7 +170,11 @@ class MemoryMiddleware:
             return
         self._check_near(scope)
         state = {**scope.get("state", {}), "caller": self._caller(scope)}
-        await self._api({**scope, "state": state, "app": None}, receive, send)
+        raw = await read_body(receive, _MAX_BODY_BYTES)
+        try:
+            await self._api({**scope, "state": state, "app": None}, replay(raw, receive), send)
+        except Exception as error:  # noqa: BLE001 - the HTTP edge: FastAPI answers and raises it again
+            log_fault("The memory API failed", error)
 
     async def _page(self, scope: Scope, path: str, send: Send) -> None:
         """Nobody's data is in these files; the page asks for a key where one is needed."""
@@ -149,13 +189,11 @@ class MemoryMiddleware:
 
     async def _health(self, service: MemoryService, scope: Scope, receive: Receive, send: Send) -> None:
         """vLLM's own answer; 503 where the connector does not answer although the engine does."""
-        statuses: list[int] = []
 
         async def watch(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                statuses.append(message["status"])
-                if message["status"] == 200 and not await service.is_healthy():
-                    message = {**message, "status": 503}
+            is_well = message["type"] == "http.response.start" and message["status"] == 200
+            if is_well and not await service.is_healthy():
+                message = {**message, "status": 503}
             await send(message)
 
         await self.app(scope, receive, watch)
@@ -165,11 +203,7 @@ class MemoryMiddleware:
     async def _engine(
         self, service: MemoryService, scope: Scope, path: str, receive: Receive, send: Send
     ) -> None:
-        caller = OPERATOR
-        if path.startswith(_GUARDED) and scope["method"] != "OPTIONS":
-            caller = self._caller(scope)
-            if (key := self._keys.for_engine()) is not None:
-                scope = with_headers(scope, authorization=key)
+        caller, scope = self._checked(scope, path)
         if path == "/metrics":
             await service.observe()
         if scope["method"] != "POST":
@@ -177,7 +211,7 @@ class MemoryMiddleware:
             return
         raw = await read_body(receive)
         with service.gate.chatting() if path.startswith(_GENERATING) else nullcontext():
-            if path == CHAT and (b'"memory"' in raw or b"\\u" in raw or service.front.server.use_user_field):
+            if path == CHAT and (service.front.server.use_user_field or border.may_name(raw, '"memory"')):
                 await self._chat(service, caller, scope, raw, receive, send)
             else:
                 await self._forward(scope, border.cleaned(raw), receive, send)
@@ -186,19 +220,28 @@ class MemoryMiddleware:
         self, service: MemoryService, caller: Caller, scope: Scope, raw: bytes, receive: Receive, send: Send
     ) -> None:
         try:
-            body: Any = json.loads(raw)
-        except (ValueError, RecursionError):
+            body = border.read_json(raw)
+        except InferScaleError:
+            raise
+        except ValueError:
             body = None
         if not isinstance(body, dict):
             await self._forward(scope, raw, receive, send)  # vLLM says what is wrong with it
             return
-        border.clean(body)
+        is_changed = border.clean(body) or "memory" in body
         ask = take_ask(body, service.front.server)
         if ask is None:
-            await self._forward(scope, json.dumps(body).encode(), receive, send)
+            await self._forward(scope, json.dumps(body).encode() if is_changed else raw, receive, send)
             return
         self._check_near(scope)
-        turn = await chat.begin(service, caller, body, ask)
+        try:
+            turn = await chat.begin(service, caller, body, ask)
+        except InferScaleError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the HTTP edge: vLLM has not seen this chat
+            log_fault("A chat could not be prepared", error)
+            await _refuse(send, error)
+            return
         answer = AnswerWithMemory(service, turn, send)
         await self._forward(scope, json.dumps(body).encode(), receive, answer)
         if answer.is_complete:
@@ -207,3 +250,8 @@ class MemoryMiddleware:
     async def _forward(self, scope: Scope, raw: bytes, receive: Receive, send: Send) -> None:
         changed = with_headers(scope, content_length=str(len(raw)), transfer_encoding=None)
         await self.app(changed, replay(raw, receive), send)
+
+
+async def _refuse(send: Send, error: Exception) -> None:
+    status, body = answer_to(error)
+    await send_json(send, status, body, [(b"www-authenticate", b"Bearer")] if status == 401 else [])

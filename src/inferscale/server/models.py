@@ -2,15 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from inferscale.facts import HistoryEvent, Scope
 from inferscale.server.service import ShownFact
 
 _MAX_BATCH = 10_000
 _MAX_TEXT = 10_000_000
+_MAX_DEPTH = 50
+"""Levels of metadata; whoever writes an answer goes down as deep."""
+
+
+def _whole(value: Any) -> Any:
+    """With halves of surrogate pairs made U+FFFD in every text, as `Memory.add` does: they cannot be sent."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    elif isinstance(value, list):
+        return [_whole(item) for item in value]
+    elif isinstance(value, dict):
+        return {_whole(name): _whole(item) for name, item in value.items()}
+    return value
+
+
+def _read_metadata(value: Any) -> Any:
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        level = [item for outer in level for item in _inner(outer)]
+        if not level:
+            return _whole(value)
+    raise ValueError(f"it has more than {_MAX_DEPTH} levels")
+
+
+def _inner(value: Any) -> list[Any]:
+    """The objects and lists that lie in a value."""
+    items: Iterable[Any] = ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, list):
+        items = value
+    return [item for item in items if isinstance(item, dict | list)]
+
+
+# Ids are compared exactly: `turns.read_scope` refuses what would have to be repaired.
+_Text = Annotated[str, BeforeValidator(_whole)]
+_Metadata = Annotated[dict[str, Any], BeforeValidator(_read_metadata)]
 
 
 class _Body(BaseModel):
@@ -29,10 +70,10 @@ class ScopeBody(_Body):
 
 
 class Item(_Body):
-    text: str = Field(max_length=_MAX_TEXT)
-    speaker: str | None = None
-    said_at: str | None = None
-    metadata: dict[str, Any] | None = None
+    text: _Text = Field(max_length=_MAX_TEXT)
+    speaker: _Text | None = None
+    said_at: _Text | None = None
+    metadata: _Metadata | None = None
 
 
 class AddBody(ScopeBody):
@@ -49,12 +90,12 @@ class AddBody(ScopeBody):
             ]
         },
     )
-    text: str | None = Field(None, max_length=_MAX_TEXT)
+    text: _Text | None = Field(None, max_length=_MAX_TEXT)
     messages: list[dict[str, Any]] | None = Field(None, max_length=_MAX_BATCH)
     items: list[Item] | None = Field(None, max_length=_MAX_BATCH)
-    speaker: str | None = None
-    said_at: str | None = None
-    metadata: dict[str, Any] | None = None
+    speaker: _Text | None = None
+    said_at: _Text | None = None
+    metadata: _Metadata | None = None
 
 
 class SearchBody(ScopeBody):
@@ -63,17 +104,17 @@ class SearchBody(ScopeBody):
         strict=True,
         json_schema_extra={"examples": [{"user_id": "ana", "query": "Where does my sister live?"}]},
     )
-    query: str = Field(max_length=_MAX_TEXT)
+    query: _Text = Field(max_length=_MAX_TEXT)
     top_k: int = Field(10, ge=0, le=1000)
 
 
 class ChangeBody(_Body):
     """What is left out stays as it is."""
 
-    text: str | None = Field(None, max_length=_MAX_TEXT, examples=["My sister lives in Bergen now."])
-    speaker: str | None = None
-    said_at: str | None = None
-    metadata: dict[str, Any] | None = None
+    text: _Text | None = Field(None, max_length=_MAX_TEXT, examples=["My sister lives in Bergen now."])
+    speaker: _Text | None = None
+    said_at: _Text | None = None
+    metadata: _Metadata | None = None
 
 
 class InjectionBody(_Body):
@@ -195,7 +236,7 @@ def _fields(shown: ShownFact) -> dict[str, Any]:
         "text": fact.text,
         "speaker": fact.speaker,
         "said_at": fact.said_at,
-        "metadata": fact.metadata,
+        "metadata": _whole(fact.metadata),
         "created_at": fact.created_at,
         "updated_at": fact.updated_at,
         "injectable": shown.injectable,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from inferscale.catalog.results import ScopeEpoch
 from inferscale.chat_plan import ChatPlanner, Mode, PreparedChat, Residents, digest_of
-from inferscale.encode_jobs import JobChooser, WaitingTurns
+from inferscale.encode_jobs import JobChooser, TurnBook
 from inferscale.encoder import EncodeJob, Encoder
 from inferscale.errors import EngineError, InferScaleError, UnknownFact
 from inferscale.facts import Fact, HistoryEvent, Scope, SearchHit
@@ -87,7 +87,7 @@ class MemoryService:
         memory.check_text = self.planner.check_length
         self.gate: Gate[EncodeJob] = Gate(self._encode)
         self._jobs = JobChooser(encoder, residency)
-        self._turns = WaitingTurns()
+        self._turns = TurnBook()
         self._threads = ThreadPoolExecutor(_THREADS, "inferscale-memory")
         self._loop = asyncio.get_running_loop()
         given = front.server.min_injected_tokens
@@ -227,7 +227,11 @@ class MemoryService:
         return {fact_id for fact_id, key in keys.items() if key in there}
 
     async def _forget(self, keys: Sequence[str], epochs: Sequence[ScopeEpoch]) -> None:
-        """The engine drops this KV, and refuses plans that are older. Goes on where the caller has left."""
+        """The engine drops this KV, and refuses plans that are older. Goes on where the caller has left.
+
+        Earlier turns go too: what was deleted may have been said in them, or be quoted in an answer.
+        """
+        keys = [*keys, *self._turns.forget(item.scope for item in epochs)]
         if not keys and not epochs:
             return
         try:
@@ -286,7 +290,7 @@ class MemoryService:
     async def _turn_jobs(self) -> list[EncodeJob]:
         """Of one conversation at a time, so that new facts do not wait for all of them."""
         conversation = self._turns.take()
-        if self._turns:
+        if self._turns.num_waiting:
             self.gate.put("turns", self._turn_jobs)
         return await self._run(self._jobs.for_turns, conversation) if conversation is not None else []
 

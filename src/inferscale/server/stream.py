@@ -2,22 +2,24 @@
 
 Of a stream only the last chunk changes. Which one is the last is known only when `[DONE]` follows, so those
 that may be (with a finish reason, or with the usage) wait for the next; all others go through as they come.
+An answer that cannot be read, or whose memory cannot be told, goes out as it is.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-from typing import Any
+import re
+from typing import Any, TypeGuard
 
 from inferscale.server import chat
-from inferscale.server.http import Message, Send
+from inferscale.server.http import Message, Send, log_fault
 from inferscale.server.service import MemoryService
 
-logger = logging.getLogger(__name__)
-
-_DONE = b"data: [DONE]"
-_END = b"\n\n"
+_DONE = re.compile(rb"data: ?\[DONE\]")
+_END = re.compile(rb"\r?\n\r?\n")
+_ENDS_A_CHOICE = re.compile(rb'"finish_reason": ?"')  # in a text the quotation marks would have backslashes
+_HAS_NO_CHOICE = re.compile(rb'"choices": ?\[\]')
+_ERROR = b'"error"'
 
 
 class AnswerWithMemory:
@@ -29,9 +31,10 @@ class AnswerWithMemory:
         self._send = send
         self._start: Message | None = None
         self._is_stream = False
-        self._buffer = b""
+        self._buffer = bytearray()
         self._held: bytes | None = None
         self._usage: dict[str, Any] | None = None
+        self._has_failed = False
         self.is_complete = False
 
     async def __call__(self, message: Message) -> None:
@@ -44,11 +47,11 @@ class AnswerWithMemory:
 
     async def _begin(self, message: Message) -> None:
         kinds = [value for name, value in message.get("headers", ()) if name.lower() == b"content-type"]
-        kind = kinds[0] if kinds else b""
-        if message["status"] == 200 and kind.startswith(b"text/event-stream"):
+        kind = kinds[0].split(b";")[0].strip().lower() if kinds else b""
+        if message["status"] == 200 and kind == b"text/event-stream":
             self._is_stream = True
-            await self._send(message)
-        elif message["status"] == 200 and kind.startswith(b"application/json"):
+            await self._send(_without_length(message))
+        elif message["status"] == 200 and kind == b"application/json":
             self._start = message
         else:
             await self._send(message)
@@ -65,54 +68,83 @@ class AnswerWithMemory:
             await self._whole(self._start)
 
     async def _whole(self, start: Message) -> None:
-        raw = self._buffer
+        raw = bytes(self._buffer)
         try:
             body = json.loads(raw)
-            use = await chat.use_of(self._service, self._turn, body.get("usage"))
-            raw = json.dumps(chat.finished_answer(self._turn, body, use)).encode()
-            self.is_complete = True
-        except (ValueError, AttributeError):
-            logger.warning("An answer was no JSON object; it goes out as it is")
-        headers = [(k, v) for k, v in start.get("headers", ()) if k.lower() != b"content-length"]
-        headers.append((b"content-length", str(len(raw)).encode()))
-        await self._send({**start, "headers": headers})
+            if _is_answer(body):
+                use = await chat.use_of(self._service, self._turn, body.get("usage"))
+                raw = json.dumps(chat.finished_answer(self._turn, body, use)).encode()
+                self.is_complete = True
+        except Exception as error:  # noqa: BLE001 - the HTTP edge: the engine has answered
+            log_fault("The memory of an answer could not be told", error)
+        start = _without_length(start)
+        start["headers"].append((b"content-length", str(len(raw)).encode()))
+        await self._send(start)
         await self._send({"type": "http.response.body", "body": raw, "more_body": False})
 
     async def _events(self, is_last: bool) -> bytes:
-        """What of the buffer can go out."""
+        """What of the buffer can go out. An event keeps the line breaks that end it."""
         out = b""
-        while _END in self._buffer:
-            event, self._buffer = self._buffer.split(_END, 1)
-            if event.startswith(_DONE):
-                out += await self._with_memory() + event + _END
-                self.is_complete = True
-                continue
-            out += self._take_held()
-            found = None
-            if self._turn.ask.store or b'"usage"' in event:
-                found = chat.event_of(event)
-            if found is not None:
-                chat.note_delta(self._turn, found)
-                self._usage = found.get("usage") or self._usage
-            if b'"finish_reason":"' in event or b'"choices":[]' in event or b'"error"' in event:
-                self._held = event  # in a text these quotation marks would have backslashes
-            else:
-                out += event + _END
+        start = 0
+        for end in _END.finditer(self._buffer):
+            out += await self._event(bytes(self._buffer[start : end.end()]))
+            start = end.end()
+        del self._buffer[:start]
         if is_last:
-            out += self._take_held() + self._buffer
-            self._buffer = b""
+            out += self._take_held() + bytes(self._buffer)
+            self._buffer.clear()
         return out
+
+    async def _event(self, event: bytes) -> bytes:
+        """What can go out now that this event is here."""
+        if _DONE.match(event):
+            return await self._with_memory(self._take_held()) + event
+        out = self._take_held()
+        if _ERROR in event and "error" in (chat.event_of(event) or {}):
+            self._has_failed = True
+            return out + event
+        if self._turn.wants_answer or b'"usage"' in event:
+            self._note(event)
+        if _ENDS_A_CHOICE.search(event) or _HAS_NO_CHOICE.search(event):
+            self._held = event
+            return out
+        return out + event
+
+    def _note(self, event: bytes) -> None:
+        """Collect the text of the answer, and the last usage."""
+        found = chat.event_of(event)
+        if found is None:
+            return
+        try:
+            chat.note_delta(self._turn, found)
+        except (AttributeError, TypeError) as error:
+            log_fault("An event of an answer could not be read", error)
+        self._usage = found.get("usage") or self._usage
 
     def _take_held(self) -> bytes:
         held, self._held = self._held, None
-        return b"" if held is None else held + _END
+        return held or b""
 
-    async def _with_memory(self) -> bytes:
-        """The last chunk with `memory` in it."""
-        held, self._held = self._held, None
-        event = None if held is None else chat.event_of(held)
-        if event is None or "choices" not in event:  # an error: not an answer
-            return b"" if held is None else held + _END
-        event["memory"] = await chat.use_of(self._service, self._turn, self._usage)
-        chat.hide_params(event)
-        return b"data: " + json.dumps(event).encode() + _END
+    async def _with_memory(self, held: bytes) -> bytes:
+        """The last chunk with `memory` in it, now that it is known to be the last."""
+        event = chat.event_of(held)
+        if not _is_answer(event) or self._has_failed:
+            return held
+        self.is_complete = True
+        try:
+            event["memory"] = await chat.use_of(self._service, self._turn, self._usage)
+            chat.hide_params(event)
+        except Exception as error:  # noqa: BLE001 - the HTTP edge: the engine has answered
+            log_fault("The memory of an answer could not be told", error)
+            return held
+        return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+def _is_answer(body: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether this is an answer or a chunk of one, and no error."""
+    return isinstance(body, dict) and isinstance(body.get("choices"), list) and not body.get("error")
+
+
+def _without_length(start: Message) -> Message:
+    headers = [(name, value) for name, value in start.get("headers", ()) if name.lower() != b"content-length"]
+    return {**start, "headers": headers}
