@@ -48,11 +48,13 @@ class Turn:
     draft: Draft | None = None
     has_calls: bool = False
     """The answer calls tools."""
+    is_talk: bool = False
+    """Something was said before this question."""
 
     @property
     def wants_answer(self) -> bool:
         """Whether the text of the answer is needed when it is complete."""
-        return self.ask.store or self.plan_id is not None
+        return self.ask.store or (self.plan_id is not None and self.is_talk)
 
     @property
     def plan_id(self) -> str | None:
@@ -63,7 +65,7 @@ class Turn:
 async def begin(service: MemoryService, caller: Caller, body: dict[str, Any], ask: MemoryAsk) -> Turn:
     """Write the memory into `body`. Raises InvalidInput where the `memory` object cannot be carried out."""
     messages = body.get("messages")
-    turn = Turn(ask, caller, new_turns(messages))
+    turn = Turn(ask, caller, new_turns(messages), is_talk=_is_talk(messages))
     mode = ask.mode if service.injects or ask.mode != "inject" else "text"
     if mode == "none":
         return turn
@@ -181,7 +183,7 @@ async def finish(service: MemoryService, turn: Turn) -> None:
 async def _keep(service: MemoryService, turn: Turn) -> None:
     """The next question finds the KV of this turn, where this one's facts could be injected."""
     plan = None if turn.prepared is None else turn.prepared.plan
-    if plan is None or turn.draft is None or turn.reason is not None:
+    if plan is None or turn.draft is None or turn.reason is not None or not turn.is_talk:
         return
     answer = "".join(turn.answer)
     foretold = answer if answer.strip() and not turn.has_calls else None
@@ -209,6 +211,13 @@ def new_turns(messages: object) -> list[dict[str, Any]]:
             name = message.get("name")
             said.append({"role": "user", "content": text} | ({"name": name} if isinstance(name, str) else {}))
     return said
+
+
+def _is_talk(messages: object) -> bool:
+    """Whether something was said before the question. Most single questions are never gone on with, and
+    their pass would push facts out of the pool; a talk that goes on prefills its first turn once."""
+    given = messages if isinstance(messages, list) else []
+    return len([m for m in given if isinstance(m, dict) and m.get("role") == "user"]) > 1
 
 
 def _plain_text(content: object) -> str:
