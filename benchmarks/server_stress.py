@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -351,11 +351,11 @@ class Ledger:
     sent: list[list[str]] = field(default_factory=list)
     num_done: int = 0
 
-    def write(self, server: MemoryServer, stop: threading.Event) -> None:
+    def write(self, server: MemoryServer, stop: threading.Event, pause_s: float = 0) -> None:
         """Until the server is gone or `stop`."""
         choose = random.Random(self.user)
         try:
-            while not stop.is_set():
+            while not stop.wait(pause_s):
                 self._add(server)
                 if len(self.sent) % 3 == 0:
                     self._change(server, choose.choice(list(self.kept)))
@@ -442,11 +442,7 @@ def write_and_kill(server: MemoryServer, num_writers: int, seconds: float) -> li
 def check_survived(server: MemoryServer, ledgers: Iterable[Ledger], database: Path) -> Outcome:
     """On a server that was started on the same data folder."""
     outcome, people, before = Outcome(), Crowd(server, "survivor", 4), stats_of(server)
-    with sqlite3.connect(f"file:{database}?mode=ro", uri=True) as connection:
-        for check in ("integrity_check", "foreign_key_check"):
-            found = connection.execute(f"PRAGMA {check}").fetchall()
-            outcome.check(found in ([], [("ok",)]), f"{check}: {found[:5]}")
-    connection.close()
+    check_database(outcome, database)
     for ledger in ledgers:
         outcome.counts["calls_answered"] += ledger.num_done
         ledger.check(outcome, server)
@@ -462,6 +458,18 @@ def check_survived(server: MemoryServer, ledgers: Iterable[Ledger], database: Pa
     return outcome
 
 
+def check_database(outcome: Outcome, path: Path) -> None:
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as connection:
+        for check in ("integrity_check", "foreign_key_check"):
+            found = [row for row in connection.execute(f"PRAGMA {check}").fetchall() if row != ("ok",)]
+            # SQLite 3.40 says this of every table without rowid whose key is not its first columns.
+            null = [row for row in found if str(row[0]).startswith("NULL value in encodings.")]
+            outcome.check(found == null, f"{check}: {found[:5]}")
+        where = "model IS NULL OR fact IS NULL OR key IS NULL"
+        (num_null,) = connection.execute(f"SELECT count(*) FROM encodings WHERE {where}").fetchone()
+        outcome.check(num_null == 0, f"{num_null} encodings have NULL")
+
+
 # pair ---------------------------------------------------------------------------------------------
 
 
@@ -471,7 +479,9 @@ def pair(one: MemoryServer, other: MemoryServer, rounds: int = 10, seconds: floa
     ledgers = [Ledger(f"pair {n}") for n in range(4)]
     before = [stats_of(server) for server in (one, other)]
     with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(ledger.write, (one, other)[n % 2], stop) for n, ledger in enumerate(ledgers)]
+        jobs = []
+        for number, ledger in enumerate(ledgers):  # slowly: each deletion makes its server encode anew
+            jobs.append(pool.submit(ledger.write, (one, other)[number % 2], stop, 0.5))
         for number in range(rounds):
             servers = (one, other) if number % 2 else (other, one)
             _hand_over(outcome, *servers, f"handed {number}", f"Q{number:02d}X7713")

@@ -17,10 +17,23 @@ from asgi_server import FakeServer
 @pytest.fixture
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeServer]]:
     """Makes a `FakeServer`: api_keys and tenants, and fields of ServerConfig."""
+    yield from _making(tmp_path, monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def serve_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., FakeServer]]:
+    """The same for servers that several tests ask, and none changes."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield from _making(tmp_path_factory.mktemp("servers"), monkeypatch)
+
+
+def _making(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FakeServer]]:
     made: list[FakeServer] = []
 
     def make(**options: Any) -> FakeServer:
-        made.append(FakeServer(tmp_path / f"server{len(made)}", monkeypatch, **options))
+        made.append(FakeServer(folder / f"server{len(made)}", monkeypatch, **options))
+        made[-1].ask("GET", "/version")  # opens it, with what is patched now
+        made[-1].vllm.seen.clear()
         return made[-1]
 
     yield make

@@ -25,6 +25,12 @@ def server(serve: Serve) -> FakeServer:
     return serve()
 
 
+@pytest.fixture(scope="module")
+def empty(serve_once: Serve) -> FakeServer:
+    """Whatever it is asked, it stays empty."""
+    return serve_once()
+
+
 def texts(server: FakeServer, user: str = "ana") -> list[str]:
     return [fact["text"] for fact in server.ask("GET", f"{PATH}?user_id={quote(user)}").json["data"]]
 
@@ -259,16 +265,16 @@ BAD = [
 
 @pytest.mark.parametrize(("method", "path", "body", "message", "param"), BAD)
 def test_bad_requests(
-    server: FakeServer, method: str, path: str, body: Any, message: str, param: str | None
+    empty: FakeServer, method: str, path: str, body: Any, message: str, param: str | None
 ) -> None:
     headers = JSON if body is None and method == "POST" else []
-    answer = server.ask(method, path, body, headers=headers)
+    answer = empty.ask(method, path, body, headers=headers)
     assert answer.status == 400, answer.body[:500]
     error = answer.error
     assert message in error["message"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert len(error["message"]) < 1000
-    assert texts(server) == []
+    assert texts(empty) == []
 
 
 @pytest.mark.parametrize(
@@ -291,8 +297,8 @@ def test_bad_requests(
         (b"5", JSON, "The body is no JSON object"),
     ],
 )
-def test_bodies_that_are_no_json(server: FakeServer, raw: bytes, headers: Any, message: str) -> None:
-    answer = server.ask("POST", PATH, raw, headers=headers)
+def test_bodies_that_are_no_json(empty: FakeServer, raw: bytes, headers: Any, message: str) -> None:
+    answer = empty.ask("POST", PATH, raw, headers=headers)
     assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
     assert message in answer.error["message"]
 
@@ -308,12 +314,12 @@ def test_bodies_that_are_no_json(server: FakeServer, raw: bytes, headers: Any, m
         ("GET", f"{PATH}/docs/x", 404, None),
     ],
 )
-def test_unknown_routes(server: FakeServer, method: str, path: str, status: int, allow: str | None) -> None:
-    answer = server.ask(method, path)
+def test_unknown_routes(empty: FakeServer, method: str, path: str, status: int, allow: str | None) -> None:
+    answer = empty.ask(method, path)
     assert answer.status == status
     assert answer.error["message"].startswith(f"{method} {path}: ")
     assert allow is None or allow in (answer.header("allow") or "")
-    head = server.ask("HEAD", path)
+    head = empty.ask("HEAD", path)
     assert head.status in (404, 405)
 
 
@@ -347,9 +353,9 @@ def test_what_is_not_the_callers_fault(
     assert type(error).__name__ in caplog.text or told
 
 
-def test_an_error_is_ascii(server: FakeServer) -> None:
+def test_an_error_is_ascii(empty: FakeServer) -> None:
     """Whatever reads it: half a character of a caller's name of a field cannot be written otherwise."""
-    answer = server.ask("POST", PATH, {"user_id": "ana", "messages": [{"é\ud800": 1}]})
+    answer = empty.ask("POST", PATH, {"user_id": "ana", "messages": [{"é\ud800": 1}]})
     assert answer.status == 400
     assert answer.body.isascii()
-    assert server.ask("POST", PATH, {"é": 1}).error["param"] == "é"
+    assert empty.ask("POST", PATH, {"é": 1}).error["param"] == "é"

@@ -65,10 +65,11 @@ def test_a_client_that_leaves() -> None:
             read(*before, {"type": "http.disconnect"})
 
 
-def test_a_body_that_is_too_large_is_not_read_to_its_end() -> None:
+def test_a_body_that_is_too_large() -> None:
     assert read(part(b"ab"), part(b"cd", False), limit_bytes=4) == b"abcd"
-    with pytest.raises(TooLarge, match="allowed are 3 bytes"):
-        read(part(b"ab"), part(b"cd"), limit_bytes=3)
+    for rest in ((part(b"cd", False),), (part(b"cd"), part(b"x"), part(b"", False))):
+        with pytest.raises(TooLarge, match="allowed are 3 bytes"):
+            read(part(b"ab"), *rest, limit_bytes=3)
 
 
 def test_a_body_that_is_given_again() -> None:

@@ -37,9 +37,15 @@ VLLMS = routes(
 OPEN = [("GET", "/health"), ("GET", "/metrics"), ("GET", "/version"), ("POST", "/tokenize"), ("GET", "/docs")]
 
 
+@pytest.fixture(scope="module")
+def with_keys(serve_once: Serve) -> FakeServer:
+    return serve_once(api_keys=[OPERATOR, "sk-other"], tenants={ACME: "acme"})
+
+
 @pytest.fixture
-def server(serve: Serve) -> FakeServer:
-    return serve(api_keys=[OPERATOR, "sk-other"], tenants={ACME: "acme"})
+def server(with_keys: FakeServer) -> FakeServer:
+    with_keys.vllm.seen.clear()
+    return with_keys
 
 
 @pytest.mark.parametrize(("method", "path"), OWN + VLLMS)

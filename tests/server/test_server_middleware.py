@@ -299,12 +299,13 @@ def live(app: Any, *events: str) -> list[Any]:
 
 
 def test_a_server_starts_with_its_memory_and_closes_it(server: FakeServer) -> None:
-    sent = live(server.app)
+    app = MemoryMiddleware(server.vllm)
+    sent = live(app)
     assert [message["type"] for message in sent] == [
         "lifespan.startup.complete",
         "lifespan.shutdown.complete",
     ]
-    assert server.app.service is server.service  # type: ignore[comparison-overlap]
+    assert app.service is server.service  # type: ignore[comparison-overlap]
     assert server.service.log == ["close"]
 
 
@@ -314,8 +315,16 @@ def test_a_start_that_fails_says_why(
     def fails(state: Any) -> Any:
         raise EngineError("MemoryMiddleware needs the KV connector.")
 
+    async def vllm(scope: Any, receive: Any, send: Any) -> None:
+        """Starlette tells what ended it."""
+        try:
+            await Downstream()(scope, receive, send)
+        except asyncio.CancelledError:
+            await send({"type": "lifespan.shutdown.failed", "message": "a long traceback"})
+            raise
+
     monkeypatch.setattr(middleware, "front_of", fails)
-    app = MemoryMiddleware(Downstream())
+    app = MemoryMiddleware(vllm)
     with caplog.at_level(logging.ERROR):
         assert live(app) == [
             {"type": "lifespan.startup.failed", "message": "MemoryMiddleware needs the KV connector."}
@@ -339,7 +348,8 @@ def test_a_server_without_a_lifespan_opens_once(serve: Serve, monkeypatch: pytes
     monkeypatch.setattr(middleware, "open_service", lambda front: opened.append(front) or server.service)
 
     async def run() -> None:
-        await asyncio.gather(*(ask(server.app, "GET", "/v1/models") for _ in range(5)))
+        app = MemoryMiddleware(server.vllm)
+        await asyncio.gather(*(ask(app, "GET", "/v1/models") for _ in range(5)))
 
     asyncio.run(run())
     assert len(opened) == 1

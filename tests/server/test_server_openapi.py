@@ -42,8 +42,9 @@ def test_all_routes_are_there(document: dict[str, Any]) -> None:
     assert {(method, path) for method, path, _ in operations(document)} == {
         ("post", "/v1/memories"), ("get", "/v1/memories"), ("delete", "/v1/memories"),
         ("post", "/v1/memories/search"), ("post", "/v1/memories/warm"), ("get", "/v1/memories/stats"),
-        ("put", "/v1/memories/injection"), ("get", "/v1/memories/{fact_id}"), ("put", "/v1/memories/{fact_id}"),
-        ("delete", "/v1/memories/{fact_id}"), ("get", "/v1/memories/{fact_id}/history"),
+        ("put", "/v1/memories/injection"), ("get", "/v1/memories/{fact_id}"),
+        ("put", "/v1/memories/{fact_id}"), ("delete", "/v1/memories/{fact_id}"),
+        ("get", "/v1/memories/{fact_id}/history"),
     }  # fmt: skip
 
 

@@ -36,19 +36,26 @@ class TooLarge(Exception):
 
 
 async def read_body(receive: Receive, limit_bytes: int | None = None) -> bytes:
-    """The whole body of a request. Raises ClientLeft, and TooLarge for one of more than limit_bytes."""
-    parts = []
+    """The whole body of a request. Raises ClientLeft, and TooLarge for one of more than limit_bytes, once it
+    is read, and not kept: who is answered while he sends may not listen."""
+    parts: list[bytes] = []
     size_bytes = 0
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientLeft
-        parts.append(message.get("body", b""))
-        size_bytes += len(parts[-1])
-        if limit_bytes is not None and size_bytes > limit_bytes:
-            raise TooLarge(f"The body is too large; allowed are {limit_bytes} bytes. Send it in parts.")
+        part = message.get("body", b"")
+        size_bytes += len(part)
+        is_too_large = limit_bytes is not None and size_bytes > limit_bytes
+        if is_too_large:
+            parts.clear()
+        else:
+            parts.append(part)
         if not message.get("more_body", False):
-            return b"".join(parts)
+            break
+    if is_too_large:
+        raise TooLarge(f"The body is too large; allowed are {limit_bytes} bytes. Send it in parts.")
+    return b"".join(parts)
 
 
 def replay(body: bytes, receive: Receive) -> Receive:

@@ -80,11 +80,17 @@ class MemoryMiddleware:
             await self._http(scope, receive, send)
 
     def _opening_send(self, scope: Scope, send: Send) -> Send:
+        has_failed = False
+
         async def send_when_open(message: Message) -> None:
+            nonlocal has_failed
+            if has_failed:
+                return  # the server ends; that this ends the application says nothing new
             if message["type"] == "lifespan.startup.complete":
                 try:
                     await self._open(scope)
                 except InferScaleError as error:
+                    has_failed = True
                     logger.error("Memory cannot be served: %s", error)
                     await send({"type": "lifespan.startup.failed", "message": str(error)})
                     return
