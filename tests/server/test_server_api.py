@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
 import pytest
-from asgi_server import FakeServer
+from asgi_server import FakeServer, ask
 
 from inferscale.errors import CatalogError, EngineError
 from inferscale.server import middleware
@@ -351,6 +352,24 @@ def test_what_is_not_the_callers_fault(
     assert len(caplog.records) == 1
     assert "plum" not in caplog.text + str(answer.json)
     assert type(error).__name__ in caplog.text or told
+
+
+@pytest.mark.parametrize("method", ["GET", "DELETE", "OPTIONS"])
+def test_the_log_of_the_server_names_no_users(serve: Serve, method: str) -> None:
+    """Uvicorn writes path and query of its scope there once an answer begins."""
+    server = serve(api_keys=["sk"])
+    queries: list[bytes] = []
+
+    async def uvicorn(scope: Any, receive: Any, send: Any) -> None:
+        async def send_and_log(message: Any) -> None:
+            queries.append(scope["query_string"])
+            await send(message)
+
+        await server.app(scope, receive, send_and_log)
+
+    for key in ("sk", "wrong"):
+        asyncio.run(ask(uvicorn, method, f"{PATH}?user_id=ana", key=key))
+    assert set(queries) == {b""}
 
 
 def test_an_error_is_ascii(empty: FakeServer) -> None:

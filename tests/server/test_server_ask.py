@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferscale.config import ServerConfig
@@ -110,6 +110,7 @@ def test_numbers_that_are_refused(name: str, value: Any) -> None:
         take({"user_id": "x", name: value})
 
 
+@settings(deadline=None)
 @given(JSON)
 def test_anything_else_is_taken_or_refused(memory: Any) -> None:
     for body in ({"memory": memory}, {"memory": {"user_id": "x", "mode": memory, "store": memory}}):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferscale.errors import InvalidInput
@@ -220,6 +220,7 @@ VALUES = st.recursive(
 BODIES = st.dictionaries(NAMES, VALUES, max_size=6)
 
 
+@settings(deadline=None)
 @given(BODIES, st.booleans())
 def test_any_body(body: dict[str, Any], as_ascii: bool) -> None:
     raw = json.dumps(body, ensure_ascii=as_ascii).encode()
@@ -239,6 +240,7 @@ def test_any_body(body: dict[str, Any], as_ascii: bool) -> None:
     assert before == after
 
 
+@settings(deadline=None)
 @given(BODIES.filter(lambda body: not has_ours(body)))
 def test_any_body_without_ours_is_the_same_object(body: dict[str, Any]) -> None:
     for holder, name in list(read_by_vllm(body))[2:]:
@@ -251,6 +253,7 @@ def test_any_body_without_ours_is_the_same_object(body: dict[str, Any]) -> None:
     assert not clean(body)
 
 
+@settings(deadline=None)
 @given(BODIES, st.sampled_from(["top", "salt", "vllm_xargs", "extra_args"]))
 def test_planted_anywhere(body: dict[str, Any], place: str) -> None:
     if place == "extra_args" and not isinstance(body.get("sampling_params"), dict):

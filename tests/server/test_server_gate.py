@@ -133,7 +133,7 @@ def test_urgent_work_goes_before_what_was_chosen() -> None:
 
 
 def test_urgent_work_goes_before_what_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate_module, "HOLD_S", 0.05)
+    monkeypatch.setattr(gate_module, "HOLD_S", 0.3)
 
     async def test(passes: Passes) -> None:
         with passes.gate.chatting():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferscale.errors import InvalidConfig, InvalidInput
@@ -110,6 +110,7 @@ def test_a_key_of_latin_letters_with_accents_is_as_vllm_reads_it() -> None:
 # scopes -----------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(SCOPES, TENANTS)
 def test_a_tenant_sees_what_it_stores_as_it_named_it(scope: Scope, tenant: str) -> None:
     caller = Caller(tenant)
@@ -120,6 +121,7 @@ def test_a_tenant_sees_what_it_stores_as_it_named_it(scope: Scope, tenant: str) 
     assert (OPERATOR.stored(stored), OPERATOR.shown(stored)) == (stored, stored)
 
 
+@settings(deadline=None)
 @given(SCOPES, SCOPES, TENANTS, TENANTS)
 def test_no_ids_of_one_tenant_reach_anothers(one: Scope, other: Scope, first: str, second: str) -> None:
     if first == second:

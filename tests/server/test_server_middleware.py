@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from asgi_server import Downstream, FakeServer, ask
 
-from inferscale.errors import EngineError
+from inferscale.errors import EngineError, InvalidInput
 from inferscale.plan import Order, Plan, to_wire
 from inferscale.server import MemoryMiddleware, chat, middleware
 
@@ -245,26 +245,43 @@ def test_the_user_field(serve: Serve) -> None:
     assert answer.json["memory"]["mode"] == "none"
 
 
-@pytest.mark.parametrize(
-    ("error", "status"), [(EngineError("gone"), 503), (RuntimeError("the password is plum"), 500)]
-)
-def test_a_chat_that_cannot_be_prepared(
-    server: FakeServer,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    error: Exception,
-    status: int,
-) -> None:
-    async def fails(*_: object) -> Any:
-        raise error
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
+    """Makes chats fail with an error in the middle of their preparation."""
 
-    monkeypatch.setattr(chat, "begin", fails)
-    with caplog.at_level(logging.ERROR):
-        answer = server.ask("POST", CHAT, WITH_MEMORY)
-    assert (answer.status, answer.error["type"]) == (status, "server_error")
-    assert "plum" not in str(answer.json) + caplog.text
+    def fail(error: Exception) -> None:
+        async def begin(service: Any, caller: Any, body: Any, ask: Any) -> Any:
+            body["messages"] = []
+            raise error
+
+        monkeypatch.setattr(chat, "begin", begin)
+
+    return fail
+
+
+@pytest.mark.parametrize(("error", "status"), [(EngineError("gone"), 503), (InvalidInput("bad"), 400)])
+def test_a_chat_that_is_refused(
+    server: FakeServer, failing: Callable[[Exception], None], error: Exception, status: int
+) -> None:
+    failing(error)
+    answer = server.ask("POST", CHAT, WITH_MEMORY)
+    assert (answer.status, answer.error["message"]) == (status, str(error))
     assert server.vllm.seen == []
     assert server.service.gate._num_chats == 0
+
+
+def test_a_mistake_of_memory_does_not_cost_the_chat(
+    server: FakeServer, failing: Callable[[Exception], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a rule the body has a field that vLLM refuses, and it says so better."""
+    failing(TypeError("the password is plum"))
+    with caplog.at_level(logging.ERROR):
+        answer = server.ask("POST", CHAT, WITH_MEMORY)
+    assert answer.status == 200
+    assert answer.json["memory"]["reason"] == "memory made a mistake; the server's log says more"
+    assert json.loads(server.vllm.last_body) == HI
+    assert "A chat goes on without memory: TypeError" in caplog.text
+    assert "plum" not in str(answer.json) + caplog.text
 
 
 # start and end ----------------------------------------------------------------------------------

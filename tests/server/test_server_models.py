@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
@@ -117,6 +117,7 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=5), JSON, max_size=3), st.text())
 def test_whatever_is_stored_can_be_sent(metadata: dict[str, Any], text: str) -> None:
     fact = Fact("id", 1, Scope("ana"), text, None, None, 1.0, 2.0, metadata)

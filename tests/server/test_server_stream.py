@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inferscale.facts import Scope
@@ -162,6 +162,7 @@ def test_chunks_may_be_cut_anywhere(end: bytes) -> None:
     assert found.answer.is_complete
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 600), max_size=12), st.booleans())
 def test_chunks_may_be_cut_and_joined_in_any_way(places: list[int], with_usage: bool) -> None:
     chunks = [FIRST, chunk("a", "stop"), chunk("b", "length", index=1), *([USAGE] if with_usage else [])]

@@ -190,7 +190,7 @@ async def _keep(service: MemoryService, turn: Turn) -> None:
     try:
         await service.keep_turn(turn.draft, plan, turn.caller, turn.ask.scope, foretold)
     except InferScaleError as error:
-        logger.warning("The turns of a chat are not encoded: %s", error)
+        logger.warning("The turns of a chat are not encoded: %s", type(error).__name__)
     except Exception:  # the answer is out; this is the root of what follows it
         logger.exception("The turns of a chat are not encoded")
 

@@ -53,6 +53,7 @@ _GENERATING = (
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/inference", "/cohere",
     "/invocations",
 )  # fmt: skip
+_NOT_PREPARED = "memory made a mistake; the server's log says more"
 _MAX_BODY_BYTES = 64 * 2**20
 """Of the memory API. vLLM's routes have no limit."""
 
@@ -171,14 +172,17 @@ class MemoryMiddleware:
 
     async def _memories(self, scope: Scope, receive: Receive, send: Send) -> None:
         assert self._api is not None
+        query = scope["query_string"]
+        scope["query_string"] = b""  # the server writes it into its log, and it names users
         if scope["method"] == "OPTIONS":
             await self.app(scope, receive, send)  # vLLM's CORS settings
             return
         self._check_near(scope)
         state = {**scope.get("state", {}), "caller": self._caller(scope)}
         raw = await read_body(receive, _MAX_BODY_BYTES)
+        given = {**scope, "query_string": query, "state": state, "app": None}
         try:
-            await self._api({**scope, "state": state, "app": None}, replay(raw, receive), send)
+            await self._api(given, replay(raw, receive), send)
         except Exception as error:  # noqa: BLE001 - the HTTP edge: FastAPI answers and raises it again
             log_fault("The memory API failed", error)
 
@@ -240,16 +244,17 @@ class MemoryMiddleware:
             await self._forward(scope, json.dumps(body).encode() if is_changed else raw, receive, send)
             return
         self._check_near(scope)
+        changed = dict(body)
         try:
-            turn = await chat.begin(service, caller, body, ask)
+            turn = await chat.begin(service, caller, changed, ask)
         except InferScaleError:
             raise
-        except Exception as error:  # noqa: BLE001 - the HTTP edge: vLLM has not seen this chat
-            log_fault("A chat could not be prepared", error)
-            await _refuse(send, error)
-            return
+        except Exception as error:  # noqa: BLE001 - the HTTP edge: as when a field is no chat's at all
+            log_fault("A chat goes on without memory", error)
+            said = chat.new_turns(body.get("messages"))
+            turn, changed = chat.Turn(ask, caller, said, reason=_NOT_PREPARED), body
         answer = AnswerWithMemory(service, turn, send)
-        await self._forward(scope, json.dumps(body).encode(), receive, answer)
+        await self._forward(scope, json.dumps(changed).encode(), receive, answer)
         if answer.is_complete:
             await chat.finish(service, turn)
 
