@@ -258,7 +258,7 @@ class PromptBuilder:
         settings["tokenize"] = False
         try:
             return str(self._tokenizer.apply_chat_template(self._wire(messages), **settings))
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError) as error:
             raise InvalidInput(f"the chat template refuses these messages: {error}") from error
 
     def _wire(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

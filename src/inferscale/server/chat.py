@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inferscale.chat_plan import PreparedChat, facts_of
-from inferscale.errors import InferScaleError, InvalidInput, TextTooLong
+from inferscale.errors import InferScaleError, InvalidInput
 from inferscale.plan import salt_of, to_wire
 from inferscale.prompt import Draft
 from inferscale.server.ask import MemoryAsk
@@ -32,6 +32,13 @@ _CHANGES_RENDERING = frozenset(
      "structural_tag", "include_reasoning")
 )  # fmt: skip
 """Fields of a chat body with which vLLM's prompt may be another than ours: then it renders by itself."""
+
+
+_NOT_FOR_TEMPLATES = frozenset(
+    ("self", "conversation", "messages", "chat_template", "tokenize", "padding", "truncation", "max_length",
+     "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")
+)  # fmt: skip
+"""Arguments of transformers' `apply_chat_template` that a caller's `chat_template_kwargs` cannot set."""
 
 
 @dataclass
@@ -63,24 +70,27 @@ class Turn:
 
 
 async def begin(service: MemoryService, caller: Caller, body: dict[str, Any], ask: MemoryAsk) -> Turn:
-    """Write the memory into `body`. Raises InvalidInput where the `memory` object cannot be carried out."""
+    """Write the memory into `body`. Raises InvalidInput where the `memory` object cannot be carried out.
+
+    What vLLM refuses in the rest of the body is left to it: such a chat goes on as it came.
+    """
+    service.check_readable(caller, ask.scope)
     messages = body.get("messages")
     turn = Turn(ask, caller, new_turns(messages), is_talk=_is_talk(messages))
     mode = ask.mode if service.injects or ask.mode != "inject" else "text"
     if mode == "none":
         return turn
+    params, salt = body.get("kv_transfer_params"), body.get("cache_salt")
+    if not isinstance(params, dict | None) or not (salt is None or (isinstance(salt, str) and salt)):
+        turn.reason = "kv_transfer_params or cache_salt cannot be read"
+        return turn
+    caller_salt = salt or ""
     try:
         draft = service.planner.prompts.draft(messages or (), template_kwargs=_template_kwargs(body))
-    except InvalidInput as error:  # vLLM says what is wrong, or can do what memory cannot
-        turn.reason = str(error)
-        return turn
-    salt = body.get("cache_salt")
-    caller_salt = salt if isinstance(salt, str) else ""
-    try:
         prepared = await service.prepare(
             draft, caller, ask.scope, ask.top_k, mode, ask.tail, _answer_tokens(service, body), caller_salt
         )
-    except TextTooLong as error:
+    except InvalidInput as error:  # vLLM says what is wrong, or can do what memory cannot
         turn.reason = str(error)
         return turn
     turn.prepared, turn.draft = prepared, draft
@@ -232,6 +242,8 @@ def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
     """What vLLM hands to the chat template beside the messages."""
     given = body.get("chat_template_kwargs")
     options = dict(given) if isinstance(given, dict) else {}
+    for name in _NOT_FOR_TEMPLATES & options.keys():
+        del options[name]
     tools = body.get("tools")
     if tools and body.get("tool_choice") != "none":
         options["tools"] = tool_dicts(tools)

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -18,7 +19,7 @@ from inferscale.catalog.results import ScopeEpoch
 from inferscale.chat_plan import ChatPlanner, Mode, PreparedChat, Residents, digest_of
 from inferscale.encode_jobs import JobChooser, TurnBook
 from inferscale.encoder import EncodeJob, Encoder
-from inferscale.errors import EngineError, InferScaleError, UnknownFact
+from inferscale.errors import EngineError, InferScaleError, UnknownFact, UnknownScope
 from inferscale.facts import Fact, HistoryEvent, Scope, SearchHit
 from inferscale.memory import Memory
 from inferscale.plan import Order, Plan, cache_salt
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 8
 _ORDERED_AT_ONCE = 2000
+_STOP_S = 5.0
 _HEAD_IS_ENCODED = "the system text is being encoded"
 _TOO_FEW = "so few tokens are prefilled as fast"
 _GPU_MIN_INJECTED_TOKENS = 128
@@ -88,6 +90,7 @@ class MemoryService:
         self.gate: Gate[EncodeJob] = Gate(self._encode)
         self._jobs = JobChooser(encoder, residency)
         self._turns = TurnBook()
+        self._missing: dict[Scope, set[str]] = {}  # facts that chats missed, by stored scope
         self._threads = ThreadPoolExecutor(_THREADS, "inferscale-memory")
         self._loop = asyncio.get_running_loop()
         given = front.server.min_injected_tokens
@@ -131,9 +134,10 @@ class MemoryService:
         stored = self._readable(caller, scope)
 
         def find() -> list[SearchHit]:
-            if not self.memory.count(**_ids(stored)):
+            try:
+                return self.memory.search(query, **_ids(stored), top_k=top_k)
+            except UnknownScope:
                 return []
-            return self.memory.search(query, **_ids(stored), top_k=top_k)
 
         hits = await self._run(find)
         shown = await self._with_state(caller, [hit.fact for hit in hits])
@@ -188,7 +192,12 @@ class MemoryService:
             caller.check_operator()
         else:
             stored = caller.stored(scope)
-        return await self._run(self._stats, stored)
+        found = await self._run(self._stats, stored)
+        if caller.tenant is None:
+            return found
+        # What others do shows in the numbers of the whole server: a tenant gets those of its scope.
+        waiting = max(0, found.num_facts - (found.num_injectable or 0))
+        return found._replace(num_pending=waiting, counters={})
 
     def _stats(self, scope: Scope) -> Stats:
         counters = self.residency.stats()
@@ -199,6 +208,10 @@ class MemoryService:
             facts = self.memory.catalog.facts(scope)
             num_facts, num_injectable = len(facts), len(self._injectable(facts))
         return Stats(num_facts, num_injectable, self.gate.num_waiting, self.injects, counters)
+
+    def check_readable(self, caller: Caller, scope: Scope) -> None:
+        """Raise InvalidInput for a scope that may not be read as it is."""
+        self._readable(caller, scope)
 
     def _readable(self, caller: Caller, scope: Scope) -> Scope:
         """The stored scope of one that may be read as it is. Raises InvalidInput."""
@@ -271,13 +284,16 @@ class MemoryService:
         )
         missing = {candidate.fact.id for candidate in prepared.choice.missing}
         if missing:
-            ids = frozenset(missing)
-            name = f"repair {digest_of(stored)} {hash(ids)}"
-            self.gate.put(name, lambda: self._run(self._jobs.for_repair, stored, ids))
+            self._missing.setdefault(stored, set()).update(missing)
+            self.gate.put(f"repair {digest_of(stored)}", lambda: self._repair_jobs(stored))
         if prepared.plan is not None and sum(prepared.plan.table.lengths) < self._min_injected_tokens:
             prepared = prepared._replace(plan=None, reason=_TOO_FEW)
         self.metrics.prepared(mode, prepared)
         return prepared
+
+    async def _repair_jobs(self, scope: Scope) -> list[EncodeJob]:
+        """For all that chats of this scope have missed so far."""
+        return await self._run(self._jobs.for_repair, scope, self._missing.pop(scope, set()))
 
     async def keep_turn(
         self, draft: Draft, plan: Plan, caller: Caller, scope: Scope, answer: str | None
@@ -367,7 +383,9 @@ class MemoryService:
     async def close(self) -> None:
         """What is encoded no further is encoded when a chat misses it. Takes the runtime folder away."""
         await self.gate.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        stopping = asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
+        with suppress(TimeoutError):  # they may use what is closed next, but not for ever
+            await asyncio.wait_for(stopping, _STOP_S)
         self.residency.close()
         self.memory.close()
         remove_runtime_dir(self.front.runtime_dir)
