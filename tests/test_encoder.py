@@ -12,7 +12,7 @@ from fakes import add, open_catalog
 from inferscale.catalog import Catalog
 from inferscale.encoder import EncodeJob, Encoder, owned_by
 from inferscale.facts import Fact, Scope
-from inferscale.plan import scope_digest, segment_key
+from inferscale.plan import Segment, scope_digest, segment_key
 from inferscale.prompt import PromptBuilder
 from inferscale.windows import WindowPolicy
 from test_prompt import CHATML, tokenizer_with
@@ -321,3 +321,35 @@ def test_a_pass_that_gives_other_keys_now_is_filed_anew(
     after = later.keys(fact.id for fact in facts)
     assert [span.key for span in job.captures[1:]] == [after[fact.id] for fact in facts]
     assert set(after.values()).isdisjoint(before.values())
+
+
+# in parts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 7, 16, 64, 10_000])
+def test_parts_of_a_pass_capture_the_same(catalog: Catalog, prompts: PromptBuilder, size: int) -> None:
+    say(catalog, ANA, 8)
+    job = encoder(catalog, prompts, window=2, stride=6).new_jobs(ANA)[1]
+    parts = job.in_parts(size)
+    assert parts[-1].token_ids == job.token_ids
+    anchor, *facts = job.captures
+    assert [part.captures[0] for part in parts] == [anchor] * len(parts), "each is an encode pass"
+    assert [span for part in parts for span in part.captures[1:]] == facts
+    lengths = [len(part.token_ids) for part in parts]
+    assert lengths == sorted(set(lengths))
+    for part in parts:
+        assert part.token_ids == job.token_ids[: len(part.token_ids)]
+        assert max(span.end for span in part.captures) <= len(part.token_ids)
+        assert (part.scope, part.epoch) == (job.scope, job.epoch)
+    assert all(length % size == 0 for length in lengths[:-1])
+    assert sum(part.num_facts for part in parts) == job.num_facts
+
+
+def test_a_head_alone_and_what_begins_with_segments_stay_whole(
+    catalog: Catalog, prompts: PromptBuilder
+) -> None:
+    one = encoder(catalog, prompts)
+    head = one.head_job(prompts.anchor_ids)
+    assert head.in_parts(4) == [head]
+    turn = head._replace(segments=(Segment("k", (1, 2)),))
+    assert turn.in_parts(1) == [turn]

@@ -39,6 +39,24 @@ class EncodeJob(NamedTuple):
     segments: tuple[Segment, ...] = ()
     of_facts: bool = True
 
+    def in_parts(self, num_tokens: int) -> list[EncodeJob]:
+        """Jobs of rising length, each longer than the one before by so many tokens, that capture the same.
+
+        Each computes what it has more where it finds the one before in a prefix cache. num_tokens: whole
+        blocks of that. What begins with segments stays whole: it is short.
+        """
+        if self.segments:
+            return [self]
+        first, *others = self.captures  # the anchor, which makes each part an encode pass
+        parts, done = [], first.end
+        for end in [*range(num_tokens, len(self.token_ids), num_tokens), len(self.token_ids)]:
+            if end <= first.end:
+                continue
+            captures = (first, *(span for span in others if done < span.end <= end))
+            parts.append(self._replace(token_ids=self.token_ids[:end], captures=captures))
+            done = end
+        return parts or [self]
+
     @property
     def num_fact_tokens(self) -> int:
         """Tokens of the captured facts; a system text at the start is not one."""

@@ -28,6 +28,7 @@ def state(
         kv_transfer_config=transfer,
         model_config=SimpleNamespace(max_model_len=2048),
         device_config=SimpleNamespace(device_type=device),
+        cache_config=SimpleNamespace(block_size=64, enable_prefix_caching=True),
     )
     return SimpleNamespace(vllm_config=config, engine_client="client", args=SimpleNamespace(**args))
 

@@ -201,7 +201,26 @@ def test_a_pass_does_not_wait_for_ever_and_then_runs_alone(monkeypatch: pytest.M
     assert passes.most_at_once == 1
 
 
-def test_a_chat_that_fails_has_ended() -> None:
+def test_while_chats_come_and_go_passes_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(passes: Passes) -> None:
+        assert not passes.gate.has_company
+        with passes.gate.chatting():
+            assert passes.gate.has_company
+        assert passes.gate.has_company, "the next one is expected"
+        passes.put("a", "1", "2", "3")
+        await passes.gate.drained()
+        assert passes.most_at_once == 1
+        monkeypatch.setattr(gate_module, "RECENT_S", 0.0)
+        assert not passes.gate.has_company
+        passes.put("b", "4", "5", "6")
+        await passes.gate.drained()
+
+    assert in_loop(test).most_at_once == 3
+
+
+def test_a_chat_that_fails_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "RECENT_S", 0.0)
+
     async def test(passes: Passes) -> None:
         with pytest.raises(ValueError, match="chat"), passes.gate.chatting():
             raise ValueError("chat")

@@ -36,6 +36,8 @@ class Front:
     api_keys: tuple[str, ...]
     accepts_ids: bool
     is_on_gpu: bool
+    block_size: int
+    caches_prefixes: bool
     model_config: Any
     args: Any
 
@@ -76,6 +78,8 @@ def front_of(state: Any) -> Front:
         max_model_len=int(config.model_config.max_model_len),
         api_keys=tuple(key for key in keys if key),
         accepts_ids=_accepts_ids(),
+        block_size=int(config.cache_config.block_size or 16),
+        caches_prefixes=bool(config.cache_config.enable_prefix_caching),
         is_on_gpu=str(getattr(config.device_config, "device_type", "")) != "cpu",
         model_config=config.model_config,
         args=args,

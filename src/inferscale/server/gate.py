@@ -2,7 +2,9 @@
 
 A pass is one request of up to some thousand tokens, so each one that runs beside a chat delays its tokens.
 While chats are running a pass waits for them, but not for ever: after `HOLD_S` one runs all the same, so that
-encoding never stands still. Without chats several run at once, and fill the engine's steps.
+encoding never stands still. While chats come and go passes run alone, and in parts with a `give_way` between
+them, since a chat that comes then waits for what is in the engine. Where nobody chats, several run at once
+and fill the engine's steps.
 
 Knows nothing of what a pass holds. One event loop only.
 """
@@ -19,6 +21,8 @@ from typing import Generic, TypeVar
 
 logger = logging.getLogger(__name__)
 
+RECENT_S = 10.0
+"""So long after the last chat the next one is still expected: passes run alone and in parts."""
 HOLD_S = 0.5
 """How long a pass waits for running chats."""
 AT_ONCE = 4
@@ -40,6 +44,7 @@ class Gate(Generic[_J]):
         self._urgent: dict[str, Choose[_J]] = {}
         self._num_running = 0
         self._num_chats = 0
+        self._last_chat_s = float("-inf")
         self._wake = asyncio.Event()
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -67,6 +72,11 @@ class Gate(Generic[_J]):
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._work(), name="inferscale-encode")
 
+    @property
+    def has_company(self) -> bool:
+        """Whether a chat runs, or one may come at any moment."""
+        return bool(self._num_chats) or time.monotonic() - self._last_chat_s < RECENT_S
+
     @contextmanager
     def chatting(self) -> Iterator[None]:
         """A chat runs inside."""
@@ -76,6 +86,7 @@ class Gate(Generic[_J]):
             yield
         finally:
             self._num_chats -= 1
+            self._last_chat_s = time.monotonic()
             if not self._num_chats:
                 self._quiet.set()
 
@@ -105,11 +116,11 @@ class Gate(Generic[_J]):
                 if not (self._urgent or self._waiting):
                     await self._wake.wait()
                 continue
-            await self._give_way()
+            await self.give_way()
             while self._urgent:  # came meanwhile
                 await self._choose_next()
             jobs = [self._chosen.popleft()]
-            while self._chosen and not self._num_chats and len(jobs) < AT_ONCE:
+            while self._chosen and not self.has_company and len(jobs) < AT_ONCE:
                 jobs.append(self._chosen.popleft())
             self._num_running = len(jobs)
             try:
@@ -136,7 +147,8 @@ class Gate(Generic[_J]):
         else:
             self._chosen.extend(jobs)
 
-    async def _give_way(self) -> None:
+    async def give_way(self) -> None:
+        """Wait for running chats, `HOLD_S` at most; also for jobs between two of their parts."""
         end_s = time.monotonic() + HOLD_S
         while self._num_chats and time.monotonic() < end_s:
             try:

@@ -38,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 8
 _ORDERED_AT_ONCE = 2000
+_PART_TOKENS = 256
+"""Of a pass that chats may have to wait for."""
 _STOP_S = 5.0
 _HEAD_IS_ENCODED = "the system text is being encoded"
 _TOO_FEW = "so few tokens are prefilled as fast"
@@ -93,6 +95,7 @@ class MemoryService:
         self._missing: dict[Scope, set[str]] = {}  # facts that chats missed, by stored scope
         self._threads = ThreadPoolExecutor(_THREADS, "inferscale-memory")
         self._loop = asyncio.get_running_loop()
+        self._part_tokens = -(-_PART_TOKENS // front.block_size) * front.block_size
         given = front.server.min_injected_tokens
         default = _GPU_MIN_INJECTED_TOKENS if front.is_on_gpu else 0
         self._min_injected_tokens = default if given is None else given
@@ -345,13 +348,20 @@ class MemoryService:
         self.gate.put(f"new {digest_of(scope)}", lambda: self._run(self.encoder.new_jobs, scope))
 
     async def _encode(self, job: EncodeJob) -> None:
-        if await self._run(self.encoder.is_outdated, job):
-            return
-        outcome = await self.engine.run(job.token_ids, self.encoder.plan_of(job))
-        captured = int(outcome.get("captured", 0))
-        self.metrics.encoded.inc(job.num_facts if captured == len(job.captures) else 0)
-        if captured < len(job.captures):
-            logger.info("%d of %d segments of a pass were not captured", captured, len(job.captures))
+        """One pass; in parts where chats come and go: each finds the one before in vLLM's prefix cache."""
+        in_parts = self.gate.has_company and self.front.caches_prefixes
+        parts = job.in_parts(self._part_tokens) if in_parts else [job]
+        num_lost = 0
+        for number, part in enumerate(parts):
+            if number:
+                await self.gate.give_way()
+            if await self._run(self.encoder.is_outdated, part):
+                return
+            outcome = await self.engine.run(part.token_ids, self.encoder.plan_of(part))
+            num_lost += len(part.captures) - int(outcome.get("captured", 0))
+        self.metrics.encoded.inc(0 if num_lost else job.num_facts)
+        if num_lost:
+            logger.info("%d of %d segments of a pass were not captured", num_lost, len(job.captures))
 
     # seen from outside ------------------------------------------------------------------------
 
