@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from fake_engine import fake_engine
-from fake_memory_api import FakeMemoryApi, served
 from inferscale.bench.arms import new_run
 from inferscale.bench.decode import DecodeTask
 from inferscale.bench.encode import encode_users
@@ -170,30 +169,8 @@ def test_a_clock_runs_on_behind_an_error_in_a_pause() -> None:
     assert len(clock.stages["stage"]) == 1
 
 
-def test_serve_measures_over_http(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All three parts against the memory API in memory; what they ask is what they say."""
-    api = FakeMemoryApi()
-    out = tmp_path / "serve.jsonl"
+def test_serve_refuses_unknown_parts() -> None:
     serve = script("serve")
-    with served(api) as url:
-        monkeypatch.setattr(
-            sys,
-            "argv",
-            ["serve.py", "--url", url, "--questions", "1", "--facts", "150", "--turns", "2", "--talks", "1",
-             "--k", "3", "--out", str(out)],
-        )  # fmt: skip
-        serve.main()
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
-    measured = {(row["metric"], row["mode"]) for row in rows}
-    assert {("chat_ttft", mode) for mode in ("inject", "text", "none")} <= measured
-    assert {("chat_ttft_idle", "inject"), ("chat_ttft_while_encoding", "inject")} <= measured
-    assert ("turn_ttft_ratio", "turn 2/turn 1, inject") in measured
-    chats = [body for _, path, _, body in api.requests if path == "/v1/chat/completions"]
-    salts = [body["cache_salt"] for body in chats if body["stream"]]
-    assert len(set(salts)) == len(salts) > 10
-    assert {body["memory"]["top_k"] for body in chats if body.get("memory")} == {3}
-    talks = [body["messages"] for body in chats if len(body["messages"]) > 1]
-    assert [[message["role"] for message in talk] for talk in talks] == [["user", "assistant", "user"]] * 2
-    assert api.memories == {}, "every run deletes its users"
+    assert serve.parse(["--parts", "chat, encoding"]).parts == ["chat", "encoding"]
     with pytest.raises(SystemExit):
         serve.parse(["--parts", "chat,chats"])

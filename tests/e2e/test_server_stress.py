@@ -6,35 +6,21 @@ killed in the end, and two go on with what it left, one of them with two API pro
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 
 from inferscale.prompt import DEFAULT_SYSTEM, HEADING, TAIL_HEADING
 from memory_server import MemoryServer, serving
+from stress import SMALL, crowd, leavers, stats_of, texts_of, tokenizer, wait_idle
+from stress_folders import Ledger, check_survived, pair, serving_from_two, write_and_kill
 
 pytestmark = pytest.mark.engine
-
-
-def _script() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "server_stress.py"
-    spec = importlib.util.spec_from_file_location("benchmarks_server_stress", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # its dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
-
-
-stress = _script()
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +28,7 @@ def server(
     checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MemoryServer]:
     """Killed by `restarted`."""
-    with serving(checkpoint("smollm2"), tmp_path_factory.mktemp("stress"), *stress.SMALL) as running:
+    with serving(checkpoint("smollm2"), tmp_path_factory.mktemp("stress"), *SMALL) as running:
         yield running
 
 
@@ -50,7 +36,7 @@ def server(
 
 
 def test_nobody_in_a_crowd_gets_the_memory_of_another(server: MemoryServer) -> None:
-    outcome = stress.crowd(server, num_users=32, num_streams=64)
+    outcome = crowd(server, num_users=32, num_streams=64)
     assert outcome.problems == []
     counts = outcome.counts
     assert counts["evictions"] > 100
@@ -60,7 +46,7 @@ def test_nobody_in_a_crowd_gets_the_memory_of_another(server: MemoryServer) -> N
 
 
 def test_clients_that_leave_take_nothing_with_them(server: MemoryServer) -> None:
-    outcome = stress.leavers(server, num_leavers=20)
+    outcome = leavers(server, num_leavers=20)
     assert outcome.problems == []
     assert outcome.counts["left"] == 25
 
@@ -100,7 +86,7 @@ def read_prompt(server: MemoryServer, memory: dict[str, Any], question: str = "W
     # With a salt of its own nothing is in vLLM's prefix cache, and what can be injected is.
     answer = server.chat(question, memory, return_token_ids=True, max_tokens=2, cache_salt=uuid.uuid4().hex)
     ids = answer["prompt_token_ids"]
-    text = stress.tokenizer().decode(ids, skip_special_tokens=False)
+    text = tokenizer().decode(ids, skip_special_tokens=False)
     return Read(text, tuple(ids.count(token) for token in CONTROL), answer["memory"])
 
 
@@ -183,7 +169,7 @@ def test_strange_ids_name_their_own_memory_only(server: MemoryServer) -> None:
     for number, user in enumerate(IDS):
         prompt = read_prompt(server, {"user_id": user, "run_id": user, "mode": "text"})
         assert [fact["text"] for fact in prompt.memory["facts"]] == [f"I am number {number}."]
-        assert list(stress.texts_of(server, user).values()) == [f"I am number {number}."]
+        assert list(texts_of(server, user).values()) == [f"I am number {number}."]
     for user in IDS:
         assert server.call("DELETE", "/v1/memories", user_id=user)[1]["deleted"] == 1
     assert server.call("DELETE", "/v1/memories", user_id="x" * 1001)[0] == 400
@@ -196,7 +182,7 @@ def test_large_bodies_are_kept_or_refused(server: MemoryServer) -> None:
     assert (status, "tokens" in answer["error"]["message"]) == (400, True)
     for label in ("speaker", "said_at"):
         assert server.call("POST", "/v1/memories", {**big, "text": "x", label: large})[0] == 400
-    assert stress.texts_of(server, "large") == {}
+    assert texts_of(server, "large") == {}
     [fact] = server.add("large", "x", metadata={"note": large})
     assert fact["metadata"] == {"note": large}
     found = server.call("POST", "/v1/memories/search", {**big, "query": large})
@@ -205,13 +191,13 @@ def test_large_bodies_are_kept_or_refused(server: MemoryServer) -> None:
     refused = server.call("POST", "/v1/chat/completions", {**chat, "memory": {**big, "store": True}})
     assert refused == server.call("POST", "/v1/chat/completions", chat)
     assert refused[0] == 400
-    assert list(stress.texts_of(server, "large")) == [fact["id"]], "the question is not stored"
+    assert list(texts_of(server, "large")) == [fact["id"]], "the question is not stored"
 
 
 def test_nothing_of_it_is_in_the_log(server: MemoryServer) -> None:
     assert "PWNED" not in server.log()
     assert "Traceback" not in server.log()
-    assert stress.stats_of(server)["internal_errors"] == 0
+    assert stats_of(server)["internal_errors"] == 0
 
 
 # after a SIGKILL, and two servers on one folder ---------------------------------------------------
@@ -223,7 +209,7 @@ class Restarted(NamedTuple):
 
     one: MemoryServer
     other: MemoryServer
-    ledgers: list[Any]
+    ledgers: list[Ledger]
     database: Path
 
 
@@ -231,28 +217,28 @@ class Restarted(NamedTuple):
 def restarted(
     server: MemoryServer, checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Restarted]:
-    ledgers = stress.write_and_kill(server, num_writers=6, seconds=3)
+    ledgers = write_and_kill(server, num_writers=6, seconds=3)
     data = server.log_path.parent / "memory"
-    flags = (*stress.SMALL, "--data-dir", str(data))
+    flags = (*SMALL, "--data-dir", str(data))
     folders = [tmp_path_factory.mktemp(name) for name in ("one", "other")]
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         model = checkpoint("smollm2")
         starts = (
             serving(model, folders[0], *flags),
-            stress.serving_from_two(model, folders[1], *flags, "--share-agents"),
+            serving_from_two(model, folders[1], *flags, "--share-agents"),
         )
         one, other = pool.map(stack.enter_context, starts)
         yield Restarted(one, other, ledgers, data / "catalog.sqlite3")
 
 
 def test_a_killed_server_has_lost_nothing_that_it_answered_for(restarted: Restarted) -> None:
-    outcome = stress.check_survived(restarted.one, restarted.ledgers, restarted.database)
+    outcome = check_survived(restarted.one, restarted.ledgers, restarted.database)
     assert outcome.problems == []
     assert outcome.counts["facts_checked"] > 20
 
 
 def test_two_servers_on_one_folder_know_what_the_other_did(restarted: Restarted) -> None:
-    outcome = stress.pair(restarted.one, restarted.other, rounds=2, seconds=3)
+    outcome = pair(restarted.one, restarted.other, rounds=2, seconds=3)
     assert outcome.problems == []
     assert outcome.counts["handed_over"] == 2
 
@@ -276,4 +262,4 @@ def test_both_servers_are_in_order_in_the_end(restarted: Restarted) -> None:
     assert backlogs == 2, "both API processes have answered"
     for server in restarted[:2]:
         assert "Traceback" not in server.log()
-        assert stress.wait_idle(server)["internal_errors"] == 0
+        assert wait_idle(server)["internal_errors"] == 0
