@@ -163,7 +163,7 @@ def test_an_index_moves_to_the_cpu_where_a_search_fails(gpu: None, monkeypatch: 
     searched = index_module._searched
 
     def searching(table: Any, *arguments: Any) -> Any:
-        fail(table.ids.device)
+        fail(table.device)
         return searched(table, *arguments)
 
     monkeypatch.setattr(index_module, "_searched", searching)
@@ -172,7 +172,7 @@ def test_an_index_moves_to_the_cpu_where_a_search_fails(gpu: None, monkeypatch: 
     for one in (index, expected):
         one.add(ids, codes, vectors)
     assert index._table is not None
-    assert index._table.ids.device == GPU
+    assert index._table.device == GPU
     copy = VectorIndex(4)
     copy.add(ids, codes, vectors)
     monkeypatch.setattr(index_module, "_moved", lambda table, device: copy._table)
@@ -202,5 +202,5 @@ def test_the_index_follows_the_embedder(
         assert memory.search("dog", user_id="ana")[0].fact.text == "the dog"
         assert memory._index is not None
         assert memory._index._table is not None
-        assert memory._index._table.ids.device == CPU
+        assert memory._index._table.device == CPU
     assert len(log.messages) == 1
