@@ -14,10 +14,12 @@ its first piece of text. Every run uses new users and deletes them. Rows are app
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,31 +74,37 @@ def measure_chat(client: Client, conversation: BenchConversation, arguments: Any
 
 
 def measure_encoding(client: Client, conversation: BenchConversation, arguments: Any, run: BenchRun) -> None:
-    """Chats while the server is idle, then while it encodes: until all facts are, and at least as many."""
-    with user_with(client, conversation) as user:
-        asked = questions(conversation, arguments.questions)
-        idle = [ask(client, user, [said(q)], "inject", arguments.k)[0] for q in asked][WARM_UPS:]
+    """Chats while the server is idle, then from the first added fact to the last encoded."""
+    with user_with(client, conversation) as user, ThreadPoolExecutor(1) as pool:
+        asked = itertools.cycle(questions(conversation, arguments.questions))
+        for _ in range(WARM_UPS):
+            ask(client, user, [said(next(asked))], "inject", arguments.k)
+        num_idle = arguments.questions
+        idle = [ask(client, user, [said(next(asked))], "inject", arguments.k)[0] for _ in range(num_idle)]
         report(run.add("chat_ttft_idle", "ms", idle, mode="inject", k=arguments.k))
         others = [f"bench-{uuid.uuid4()}" for _ in range(arguments.facts // len(conversation.turns) + 1)]
-        num_left, start_s = arguments.facts, time.perf_counter()
-        added = 0
-        for other in others:
-            items = conversation.turns[:num_left]
-            for first in range(0, len(items), ADDED_AT_ONCE):
-                client.add(items=items[first : first + ADDED_AT_ONCE], user_id=other)
-            num_left -= len(items)
-            added += len(items)
         busy: list[float] = []
-        while is_encoding(client) or len(busy) < 5:
-            for question in asked:
-                busy.append(ask(client, user, [said(question)], "inject", arguments.k)[0])
-                if not is_encoding(client):
-                    break
-        seconds = time.perf_counter() - start_s
+        start_s = time.perf_counter()
+        adding = pool.submit(add_facts, arguments, conversation.turns, others)
+        while not adding.done() or is_encoding(client):
+            busy.append(ask(client, user, [said(next(asked))], "inject", arguments.k)[0])
+        seconds, added = time.perf_counter() - start_s, adding.result()
         told = {"facts": added, "seconds": round(seconds, 1), "facts_per_s": round(added / seconds, 1)}
         report(run.add("chat_ttft_while_encoding", "ms", busy, mode="inject", k=arguments.k, config=told))
         for other in others:
             client.delete_all(user_id=other)
+
+
+def add_facts(arguments: Any, turns: Sequence[Any], users: Sequence[str]) -> int:
+    """Add --facts turns for these users, one full conversation each; how many that were."""
+    num_added = 0
+    with Client(arguments.url, api_key=arguments.api_key) as client:
+        for user in users:
+            items = turns[: arguments.facts - num_added]
+            for first in range(0, len(items), ADDED_AT_ONCE):
+                client.add(items=items[first : first + ADDED_AT_ONCE], user_id=user)
+            num_added += len(items)
+    return num_added
 
 
 def measure_conversation(

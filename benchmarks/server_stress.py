@@ -10,9 +10,10 @@ which are preempted. `leavers`: clients that go in the middle of everything. `ki
 stored, changed, deleted and encoded, and a start on what is left. `pair`: two servers on one data folder, one
 of them with two API processes. `processes`: a crowd and leavers on a server with two API processes.
 
-Every part says what it found that must not be, and the exit status is 1 if there was any. Times are appended
-to OUT. Starts `inferscale serve` itself, with the demo model. The parts are in tests/e2e/stress.py and
-stress_folders.py, and test_server_stress.py runs most of them in small.
+Every part says what it found that must not be, and the exit status is 1 if there was any. Appended to OUT:
+for each part the problems with what happened, and its times. Starts `inferscale serve` itself, with the demo
+model. The parts are in tests/e2e/stress.py and stress_folders.py, and test_server_stress.py runs most of them
+in small.
 """
 
 from __future__ import annotations
@@ -32,9 +33,10 @@ from inferscale.bench.harness import BenchRun, command, environment  # noqa: E40
 from inferscale.models import ensure_demo_model  # noqa: E402
 from memory_server import serving  # noqa: E402
 from stress import SMALL, Crowd, Outcome, crowd, leavers  # noqa: E402
-from stress_folders import check_survived, pair, serving_from_two, write_and_kill  # noqa: E402
+from stress_folders import Ledger, check_survived, pair, serving_from_two, write_and_kill  # noqa: E402
 
 PARTS = ("crowd", "leavers", "kill", "pair", "processes")
+DATABASE = "memory/catalog.sqlite3"
 
 
 def main() -> int:
@@ -43,12 +45,16 @@ def main() -> int:
     run = BenchRun("server_stress", "SmolLM2-135M-Instruct", arguments.out, config)
     num_problems = 0
     for part in arguments.parts:
+        whole = Outcome()
         with tempfile.TemporaryDirectory(prefix="inferscale-stress-") as folder:
             for outcome in _part(part, ensure_demo_model(), Path(folder), arguments):
-                num_problems += len(outcome.problems)
                 say(part, outcome)
-                for name, values in outcome.times_ms.items():
-                    run.add(f"{part}_{name}", "ms", values, config={"counts": dict(outcome.counts)})
+                whole.add(outcome)
+        num_problems += len(whole.problems)
+        found = {"counts": dict(sorted(whole.counts.items())), "problems": whole.problems}
+        run.add(f"{part}_problems", "count", [len(whole.problems)], config=found)
+        for name, values in whole.times_ms.items():
+            run.add(f"{part}_{name}", "ms", values)
     return int(num_problems > 0)
 
 
@@ -70,23 +76,25 @@ def _part(part: str, model: Path, folder: Path, arguments: argparse.Namespace) -
         (folder / "other").mkdir()
         two = serving_from_two(model, folder / "other", *SMALL, *data)
         with serving(model, folder, *SMALL) as one, two as other:
-            yield pair(one, other, rounds=10 * arguments.rounds, seconds=20)
+            yield pair(one, other, folder / DATABASE, rounds=10 * arguments.rounds, seconds=20)
 
 
 def _kills(model: Path, folder: Path, num_kills: int) -> Iterator[Outcome]:
     """Each start on what the last kill left."""
-    database = folder / "memory" / "catalog.sqlite3"
-    for number in range(num_kills):
-        with serving(model, folder, *SMALL) as server:
-            ledgers = write_and_kill(server, 8, 2 + 3 * random.Random(number).random())
+    ledgers: list[Ledger] = []
+    for number in range(num_kills + 1):
         start_s = time.perf_counter()
         with serving(model, folder, *SMALL) as server:
             started_ms = (time.perf_counter() - start_s) * 1e3
-            outcome = check_survived(server, ledgers, database)
-            outcome.times_ms["restart"] = [started_ms]
-            for user in [*(ledger.user for ledger in ledgers), *Crowd(server, "survivor", 4).users]:
-                server.call("DELETE", "/v1/memories", user_id=user)
-            yield outcome
+            if number:
+                outcome = check_survived(server, ledgers, folder / DATABASE)
+                outcome.counts["kills"] = 1
+                outcome.times_ms["restart"] = [started_ms]
+                yield outcome
+                for user in [*(ledger.user for ledger in ledgers), *Crowd(server, "survivor", 4).users]:
+                    server.call("DELETE", "/v1/memories", user_id=user)
+            if number < num_kills:
+                ledgers = write_and_kill(server, 8, 2 + 3 * random.Random(number).random())
 
 
 def say(part: str, outcome: Outcome) -> None:

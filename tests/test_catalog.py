@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import signal
 import sqlite3
 import stat
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -248,6 +251,61 @@ def test_deleted_text_is_overwritten_in_the_file(tmp_path: Path) -> None:
     catalog.close()
     assert [file.name for file in tmp_path.iterdir()] == [CATALOG_FILE]
     assert b"secret-penguin" not in (tmp_path / CATALOG_FILE).read_bytes()
+
+
+def files_with(folder: Path, text: bytes) -> list[str]:
+    return [file.name for file in folder.iterdir() if text in file.read_bytes()]
+
+
+def test_deleted_text_is_gone_from_the_log_at_once(tmp_path: Path) -> None:
+    catalog, other = open_catalog(tmp_path), open_catalog(tmp_path)
+    said, kept = add(catalog, ANA, "secret-penguin", "keep")
+    catalog.update(said, Turn("secret-puffin " * 1000), np.ones((1, DIM), dtype=np.float32))
+    assert other.count(ANA) == 2
+    assert files_with(tmp_path, b"secret-") == [f"{CATALOG_FILE}-wal"]
+    catalog.delete(said.id)
+    assert files_with(tmp_path, b"secret-") == []
+    assert other.facts(ANA) == [kept]
+    for each in (catalog, other):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    "use", [lambda catalog: add(catalog, ANA, "more"), lambda catalog: catalog.count(ANA)]
+)
+def test_where_another_process_reads_it_is_gone_after_the_next_use(
+    tmp_path: Path, use: Callable[[Catalog], object]
+) -> None:
+    catalog, other = open_catalog(tmp_path), open_catalog(tmp_path)
+    [fact] = add(catalog, ANA, "secret-penguin")
+    with other._database.read() as connection:
+        connection.execute("SELECT count(*) FROM facts").fetchone()
+        start_s = time.monotonic()
+        catalog.delete(fact.id)
+        use(catalog)
+        assert time.monotonic() - start_s < 5, "nobody waits for the one that reads"
+        assert files_with(tmp_path, b"secret-penguin") == [f"{CATALOG_FILE}-wal"]
+    use(catalog)
+    assert files_with(tmp_path, b"secret-penguin") == []
+    for each in (catalog, other):
+        each.close()
+
+
+def test_what_a_killed_process_deleted_is_gone_after_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = open_catalog(tmp_path / "data")
+    [fact] = add(catalog, ANA, "secret-penguin")
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog._database, "empty_log", lambda: None)
+        catalog.delete(fact.id)
+    left = shutil.copytree(tmp_path / "data", tmp_path / "left")
+    catalog.close()
+    assert files_with(left, b"secret-penguin") == [f"{CATALOG_FILE}-wal"]
+    started = Catalog(left)
+    assert started.count(ANA) == 0
+    assert files_with(left, b"secret-penguin") == []
+    started.close()
 
 
 # --- the file ------------------------------------------------------------------------------------

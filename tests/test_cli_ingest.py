@@ -157,6 +157,16 @@ def test_a_format_may_be_named(tmp_path: Path) -> None:
             '{"text": "a", "metadata": {"b": 1e999}}',
             "Line 1 of {path}: metadata is not plain JSON",
         ),
+        (
+            "x.jsonl",
+            '{"text": "a", "metadata": {"b": "\\ud800"}}',
+            "Line 1 of {path}: the text has metadata with half of a surrogate pair",
+        ),
+        (
+            "x.jsonl",
+            '{"text": "a", "metadata": {"b": ' + "[" * 50 + "]" * 50 + "}}",
+            "Line 1 of {path}: the text has metadata of more than 50 levels",
+        ),
         ("x.jsonl", '{"role": "robot", "content": "b"}', "Line 1 of {path}: the text has the role 'robot'"),
         ("x.json", '["a", "b", 3]', "Item 3 of {path}: it is a JSON int"),
         ("x.json", '"a"\n"b"', "{path} is not JSON: Extra data: line 2"),

@@ -96,14 +96,24 @@ def test_on_a_cpu() -> None:
 def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus(monkeypatch, 79)
     command = make(environment={"VLLM_API_KEY": "k"})
-    flags = ["--gpu-memory-utilization", "0.7701", "--block-size", "64"]
+    flags = ["--gpu-memory-utilization", "0.7514", "--block-size", "64"]
     assert list(command.arguments[:-2]) == [*MODULE, *OURS, *flags]
     settings = transfer(command.arguments)["kv_connector_extra_config"]
-    assert settings == {"pool_size_bytes": 243 * 2**26}
+    assert settings == {"pool_size_bytes": 235 * 2**26}
     assert command.environment == {}
     assert command.notes == (
-        "Memory of each GPU: pool of 15.19 GiB; gpu_memory_utilization is 0.7701, blocks have 64 tokens.",
+        "Memory of each GPU: pool of 14.69 GiB; gpu_memory_utilization is 0.7514, blocks have 64 tokens.",
     )
+
+
+def test_an_embedder_on_the_gpu_has_room_beside_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 79)
+    pool = ConnectorConfig(pool_size_bytes=8 * GIB)
+    shares = []
+    for device in ("cpu", "auto"):
+        arguments = make(connector=pool, server=ServerConfig(embedder_device=device)).arguments
+        shares.append(float(arguments[arguments.index("--gpu-memory-utilization") + 1]))
+    assert shares[0] - shares[1] == pytest.approx(2 / 80, abs=1e-4)
 
 
 def test_flags_of_the_budget_that_the_user_gave_stay_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +208,7 @@ def test_several_api_servers_need_the_vllm_command(monkeypatch: pytest.MonkeyPat
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("inferscale.serve_command.version", missing)
-    with pytest.raises(InvalidConfig, match="only 1 can be started"):
+    with pytest.raises(InvalidConfig, match=r"only 1 can be started.*Leave it out"):
         make("-asc", "2")
     with pytest.raises(InvalidConfig, match="lives in an API server"):
         make("--api-server-count", "0")
@@ -388,7 +398,7 @@ def test_what_is_refused_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 # vLLM itself ------------------------------------------------------------------------------------
 
 _PARSE = """
-import json, sys
+import json, pickle, sys
 try:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser
 except ImportError:
@@ -398,6 +408,9 @@ parser = make_arg_parser(FlexibleArgumentParser())
 args = parser.parse_args(json.loads(sys.argv[1]))
 json.dump({"flags": list(parser._option_string_actions), "host": args.host, "middleware": args.middleware,
            "model": args.model, "extra": args.kv_transfer_config.kv_connector_extra_config}, sys.stderr)
+by_hand = json.dumps({"kv_connector": "InferScaleConnector", "kv_role": "kv_both"})
+sent = pickle.dumps(parser.parse_args(["--kv-transfer-config", by_hand]))  # to each API process
+print(*(pickle.loads(sent).kv_transfer_config.engine_id for _ in range(2)))
 """
 
 
@@ -417,3 +430,5 @@ def test_vllm_reads_what_is_written_and_none_of_its_flags_is_taken_for_an_abbrev
     assert found["extra"] == {"pool_size_bytes": GIB, "server": {"top_k": 3}}
     for flag in found["flags"]:
         Flags([flag])
+    one, other = result.stdout.split()[-2:]
+    assert one == other, "API processes of flags given by hand would look for two engines"

@@ -133,6 +133,53 @@ def test_other_content_is_refused(memory: Memory, bad: Any) -> None:
     assert memory.count(user_id="ana") == 0
 
 
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels - 1):
+        value = {"a": value}
+    return value
+
+
+def in_itself() -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    value["a"] = value["b"] = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        (nested(51), "metadata of more than 50 levels"),
+        (nested(5000), "metadata of more than 50 levels"),
+        ({"a": [[[*[nested(48)] * 2]]]}, "metadata of more than 50 levels"),
+        (in_itself(), "metadata of more than 50 levels"),
+        ({"a": "\ud800"}, "metadata with half of a surrogate pair"),
+        ({"a": [{"\udfff": 1}]}, "metadata with half of a surrogate pair"),
+    ],
+    ids=["deep", "very deep", "lists too", "in itself", "half a pair", "half a pair as a name"],
+)
+def test_metadata_that_no_answer_could_hold_is_refused(
+    memory: Memory, metadata: dict[str, Any], message: str
+) -> None:
+    [fact] = memory.add("the cat", user_id="ana", metadata=nested(50))
+    for content, rest in (
+        ("x", {"metadata": metadata}),
+        (["x", Turn("x", metadata=metadata)], {}),
+        ([{"role": "user", "content": "x"}], {"metadata": metadata}),
+    ):
+        with pytest.raises(InvalidInput, match=message):
+            memory.add(content, user_id="ana", **rest)
+    with pytest.raises(InvalidInput, match=message):
+        memory.update(fact.id, metadata=metadata)
+    assert memory.get_all(user_id="ana") == [fact]
+    assert fact.metadata == nested(50)
+
+
+def test_a_blank_query_is_refused(memory: Memory) -> None:
+    with pytest.raises(EmptyText, match=r"^the query is blank; give at least one visible character\.$"):
+        memory.search(" ", user_id="ana")
+
+
 def test_the_text_check_comes_before_storing(tmp_path: Path) -> None:
     def check(turn: Turn) -> None:
         if len(turn.text) > 10:

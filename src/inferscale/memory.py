@@ -87,7 +87,8 @@ class Memory:
         speaker) and `time`. `speaker`, `said_at` and `metadata` hold for items that do not say
         otherwise. In a list, system, developer and tool messages and assistant messages that only
         call tools are passed over (logged); a list with nothing to store gives []. NUL characters
-        are removed from texts, halves of surrogate pairs become U+FFFD, all else is kept.
+        are removed from texts, halves of surrogate pairs become U+FFFD, all else is kept. Metadata is
+        plain JSON of at most 50 levels, without such halves.
 
         Raises EmptyText for blank text, InvalidInput for anything else that cannot be stored,
         whatever `check_text` raises, EmbedderMismatch, CatalogError.

@@ -137,6 +137,7 @@ class PromptBuilder:
             raise EngineError("the tokenizer has no chat template; give one (--chat-template).") from error
         self._encoder = SegmentTokenizer(tokenizer, self._template)
         self._line_ids = lru_cache(maxsize=16384)(self._tokenized_line)
+        self._neutral_lines = lru_cache(maxsize=4096)(lambda *line: self._encoder.neutral(_line(*line)))
         added = tokenizer.backend_tokenizer.get_added_tokens_decoder().values()
         self._cutter = HistoryCutter(self._encoder.text, [token.content for token in added])
         self._piece_ids = lru_cache(maxsize=_KEPT_TEXTS)(lambda text: array("i", self._encoder.text(text)))
@@ -160,7 +161,7 @@ class PromptBuilder:
 
     def _neutral_line(self, fact: Fact) -> str:
         """A fact's line in which no control token is found, however it is tokenized."""
-        return self._encoder.neutral(render_fact(fact))
+        return self._neutral_lines(fact.text, fact.speaker, fact.said_at)
 
     def draft(
         self, messages: Sequence[Mapping[str, Any]], *, template_kwargs: Mapping[str, Any] | None = None

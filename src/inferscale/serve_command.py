@@ -33,12 +33,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from inferscale import engine_budget
+from inferscale.budget import default_reserve
 from inferscale.config import ConnectorConfig, ServerConfig, read_tenants
 from inferscale.errors import EngineMissing, InvalidConfig, UnsupportedLayout
 
 MIDDLEWARE = "inferscale.server.MemoryMiddleware"
 CPU_CACHE, CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"
 """Where the user names none, vLLM reserves most of a CPU machine's memory for its cache."""
+EMBEDDER_BYTES = 2 * 2**30
+"""GPU memory of the API process, beside the engine's: a CUDA context of its own, the embedder, its index."""
 LOOPBACK = "127.0.0.1"
 
 _ALIASES = {
@@ -97,8 +100,8 @@ def serve_command(
 ) -> ServeCommand:
     """The command that serves `model` with the user's flags of vLLM in `tokens`.
 
-    environment: the one that the command will run in. engine_id: names the runtime folder; each API server
-    process would make up its own. Asks the driver for the memory of the GPUs.
+    environment: the one that the command will run in. engine_id: names the runtime folder, in all processes
+    of the server. Asks the driver for the memory of the GPUs.
 
     Raises EngineMissing without vLLM, InvalidConfig and UnsupportedLayout for flags that do not go with the
     memory, PoolTooLarge for a pool that does not fit.
@@ -109,7 +112,7 @@ def serve_command(
     _check_flags(flags)
     entry = _entry(model, flags)
     host, notes = _host_flags(flags, server, environment)
-    sized, added, variables, budget = _within_budget(model, flags, connector, environment)
+    sized, added, variables, budget = _within_budget(model, flags, connector, server, environment)
     transfer = {
         "kv_connector": "InferScaleConnector",
         "kv_connector_module_path": "inferscale.connector",
@@ -324,7 +327,9 @@ def _entry(model: str, flags: Flags) -> list[str]:
         version("vllm")
     except PackageNotFoundError:
         raise InvalidConfig(
-            f"--api-server-count is {count}; with this build of vLLM (vllm-cpu) only 1 can be started."
+            f"--api-server-count is {count}; with this build of vLLM (vllm-cpu) only 1 can be started, since "
+            "its `vllm` command does not run. Leave it out. Several servers, each with an engine of its own, "
+            "can use one --data-dir."
         ) from None
     return ["-m", "vllm.entrypoints.cli.main", "serve", model]
 
@@ -371,14 +376,22 @@ class _Sized(NamedTuple):
 
 
 def _within_budget(
-    model: str, flags: Flags, connector: ConnectorConfig, environment: Mapping[str, str]
+    model: str,
+    flags: Flags,
+    connector: ConnectorConfig,
+    server: ServerConfig,
+    environment: Mapping[str, str],
 ) -> _Sized:
     read = {name[2:].replace("-", "_"): flags.read(name, reader) for name, reader in _READERS.items()}
     given = {name: value for name, value in read.items() if value is not None}
-    has_gpu = bool(engine_budget.find_gpus(given.get("tensor_parallel_size", 1)))
-    connector, settings = engine_budget.within_budget(model, connector, given, None)
+    gpus = engine_budget.find_gpus(given.get("tensor_parallel_size", 1))
+    reserve = None
+    if gpus and server.embedder_device != "cpu":
+        most = max(gpu.total_bytes for gpu in gpus)
+        reserve = default_reserve(most, num_workers=len(gpus)) + EMBEDDER_BYTES
+    connector, settings = engine_budget.within_budget(model, connector, given, reserve)
     pool = f"pool of {connector.size_bytes / 2**30:.2f} GiB"
-    if has_gpu:
+    if gpus:
         names = [name for name in ("gpu_memory_utilization", "block_size") if name not in given]
         added = [text for name in names for text in (f"--{name.replace('_', '-')}", str(settings[name]))]
         share, block = settings["gpu_memory_utilization"], settings["block_size"]

@@ -55,8 +55,10 @@ class SegmentTokenizer:
         unknown = _unknown_token(spec["model"])
         self._control_ids = frozenset(int(added[text]["id"]) for text in control if text != unknown)
         # The place behind the first character of a control string: cut there, it is none.
-        cuts = (f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in control if t[1:])
+        longer = [t for t in control if t[1:]]
+        cuts = (f"(?<={re.escape(t[0])})(?={re.escape(t[1:])})" for t in longer)
         self._cuts = re.compile("|".join(cuts) or "(?!)")
+        self._any_control = re.compile("|".join(map(re.escape, longer)) or "(?!)")
         self._text = Tokenizer.from_str(serialized)
         for copy in (self._text, self._data):
             copy.no_truncation()
@@ -82,7 +84,10 @@ class SegmentTokenizer:
 
     def neutral(self, text: str) -> str:
         """`text` with a space in every control string, so that a parser of control tokens finds none."""
-        return " ".join(piece for piece in self._cuts.split(_valid(text)) if piece)
+        text = _valid(text)
+        if self._any_control.search(text) is None:  # as nearly always; `_cuts` looks at every character
+            return text
+        return " ".join(piece for piece in self._cuts.split(text) if piece)
 
 
 def _unknown_token(model: Mapping[str, Any]) -> str | None:

@@ -10,9 +10,10 @@ that should hold an utterance but is blank is an error.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,8 @@ Content = str | Turn | Mapping[str, Any]
 """One thing to remember: text, a turn, or a chat message: `role`, `content`, optional `name` and `time`."""
 
 MAX_ID_CHARS = 1000
+MAX_METADATA_LEVELS = 50
+"""Dicts and lists in each other: whoever writes them down or compares them goes down as deep."""
 
 _SPOKEN_ROLES = ("user", "assistant")
 _SILENT_ROLES = ("system", "developer", "tool", "function")
@@ -69,7 +72,20 @@ def read_scope(user_id: str | None, agent_id: str | None, run_id: str | None) ->
 
 def read_query(query: str) -> str:
     """A clean question. Raises EmptyText for a blank one."""
-    return _spoken(query, "the query")
+    return _spoken(query, "the query", told="")
+
+
+def is_deeper(value: object, num_levels: int) -> bool:
+    """Whether more than `num_levels` dicts and lists lie in each other."""
+    level = [value]
+    for _ in range(num_levels):
+        inner = [
+            item for outer in level for item in _items(outer) if isinstance(item, Mapping | list | tuple)
+        ]
+        level = list({id(item): item for item in inner}.values())  # what holds itself shall not multiply
+        if not level:
+            return False
+    return True
 
 
 def read_turns(
@@ -85,6 +101,7 @@ def read_turns(
     message says which item of a list is meant.
     """
     defaults = Turn("", _label(speaker, "speaker"), _label(said_at, "said_at"), dict(metadata or {}))
+    _check_metadata(defaults.metadata, "the call")
     if isinstance(content, str | Turn | Mapping):
         if isinstance(content, Mapping) and _is_silent(content):
             raise InvalidInput(
@@ -124,6 +141,7 @@ def _read_turn(item: Content, defaults: Turn, where: str) -> Turn:
             raise InvalidInput(
                 f"{where} has metadata of the type {type(item.metadata).__name__}; allowed is a dict."
             )
+        _check_metadata(item.metadata, where)
         return Turn(
             _spoken(item.text, where),
             _label(item.speaker, "speaker") or defaults.speaker,
@@ -166,6 +184,30 @@ def _message_text(content: object, where: str) -> str:
     return "\n".join(text for text in texts if isinstance(text, str))
 
 
+def _check_metadata(metadata: Mapping[str, Any], where: str) -> None:
+    """Refuse what no answer could hold. That it is JSON at all is the catalog's to check."""
+    if is_deeper(metadata, MAX_METADATA_LEVELS):
+        raise InvalidInput(
+            f"{where} has metadata of more than {MAX_METADATA_LEVELS} levels; make it flatter, or store the "
+            "deep part as text."
+        )
+    try:
+        json.dumps(dict(metadata), ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInput(
+            f"{where} has metadata with half of a surrogate pair, which is not valid Unicode. Repair or "
+            "remove it."
+        ) from error
+    except (TypeError, ValueError):
+        pass
+
+
+def _items(value: object) -> Iterable[object]:
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple) else ()
+
+
 def _is_silent(message: Mapping[str, Any]) -> bool:
     """Whether a chat message is none that people or assistants said."""
     role = message.get("role")
@@ -173,12 +215,12 @@ def _is_silent(message: Mapping[str, Any]) -> bool:
     return role in _SILENT_ROLES or (role == "assistant" and calls_tools and not message.get("content"))
 
 
-def _spoken(text: object, where: str) -> str:
+def _spoken(text: object, where: str, told: str = " Nothing was stored.") -> str:
     if not isinstance(text, str):
         raise InvalidInput(f"{where} is a {type(text).__name__}; it must be text.")
     cleaned = clean_text(text)
     if not cleaned.strip():
-        raise EmptyText(f"{where} is blank; give at least one visible character. Nothing was stored.")
+        raise EmptyText(f"{where} is blank; give at least one visible character.{told}")
     return cleaned
 
 

@@ -45,6 +45,12 @@ class Outcome:
         if not is_right:
             self.problems.append(problem)
 
+    def add(self, other: Outcome) -> None:
+        self.problems += other.problems
+        self.counts.update(other.counts)
+        for name, values in other.times_ms.items():
+            self.times_ms.setdefault(name, []).extend(values)
+
 
 # users and their secrets --------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import random
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -67,13 +67,14 @@ def named_vllm(folder: Path) -> dict[str, str]:
 class Ledger:
     """What one client did to the memory of one user, and what the server has answered for.
 
-    kept: id → text. gone: deleted. open: ids whose change or deletion is not answered, with the text that
-    they may have by then, None for a deletion. sent: lists of texts, each of them stored whole or not at all.
+    kept: id → text. gone: the same of what was deleted. open: ids whose change or deletion is not answered,
+    with the text that they may have by then, None for a deletion. sent: lists of texts, each of them stored
+    whole or not at all.
     """
 
     user: str
     kept: dict[str, str] = field(default_factory=dict)
-    gone: set[str] = field(default_factory=set)
+    gone: dict[str, str] = field(default_factory=dict)
     open: dict[str, str | None] = field(default_factory=dict)
     sent: list[list[str]] = field(default_factory=list)
     num_done: int = 0
@@ -114,8 +115,8 @@ class Ledger:
         self.open[fact_id] = None
         status, answer = server.call("DELETE", f"/v1/memories/{fact_id}")
         assert status == 200, answer
-        self.gone.add(fact_id)
-        del self.kept[fact_id], self.open[fact_id]
+        self.gone[fact_id] = self.kept.pop(fact_id)
+        del self.open[fact_id]
         self.num_done += 1
 
     def check(self, outcome: Outcome, server: MemoryServer) -> None:
@@ -125,20 +126,17 @@ class Ledger:
             allowed = {text, self.open.get(fact_id, text)}
             if fact_id in stored or None not in allowed:
                 outcome.check(stored.get(fact_id) in allowed, f"{text!r} is {stored.get(fact_id)!r}")
-        back = self.gone & set(stored)
+        back = self.gone.keys() & stored.keys()
         outcome.check(not back, f"{len(back)} deleted facts of {self.user} are back")
         extra = {text for fact_id, text in stored.items() if fact_id not in self.kept}
         unanswered = set(self.sent[-1]) if self.sent else set()
         outcome.check(extra in (set(), unanswered), f"{self.user} has {extra}, half of what was sent")
         outcome.counts["stored_unanswered"] += bool(extra)
         outcome.counts["facts_checked"] += len(self.kept)
-        for fact_id, text in list(self.kept.items())[-3:]:
+        for text in [stored[fact_id] for fact_id in self.kept if fact_id in stored][-3:]:
             body = {"user_id": self.user, "query": text, "top_k": 1}
-            found = server.call("POST", "/v1/memories/search", body)[1]["data"]
-            outcome.check(
-                bool(found) and found[0]["text"] == stored[fact_id] if fact_id in stored else True,
-                f"searching for {text!r} finds {[fact['text'] for fact in found]}",
-            )
+            found = [fact["text"] for fact in server.call("POST", "/v1/memories/search", body)[1]["data"]]
+            outcome.check(found == [text], f"searching for {text!r} finds {found}")
 
 
 def write_and_kill(server: MemoryServer, num_writers: int, seconds: float) -> list[Ledger]:
@@ -166,7 +164,7 @@ def write_and_kill(server: MemoryServer, num_writers: int, seconds: float) -> li
     return ledgers
 
 
-def check_survived(server: MemoryServer, ledgers: Iterable[Ledger], database: Path) -> Outcome:
+def check_survived(server: MemoryServer, ledgers: Sequence[Ledger], database: Path) -> Outcome:
     """On a server that was started on the same data folder."""
     outcome, people, before = Outcome(), Crowd(server, "survivor", 4), stats_of(server)
     check_database(outcome, database)
@@ -183,6 +181,7 @@ def check_survived(server: MemoryServer, ledgers: Iterable[Ledger], database: Pa
         outcome.check(
             again.memory["injected_tokens"] > 0, f"nothing is injected for {user!r}: {again.memory}"
         )
+    check_erased(outcome, [server], database, _gone(ledgers))
     check_clean(outcome, server, before)
     return outcome
 
@@ -199,16 +198,46 @@ def check_database(outcome: Outcome, path: Path) -> None:
         outcome.check(num_null == 0, f"{num_null} encodings have NULL")
 
 
+def check_erased(
+    outcome: Outcome, servers: Sequence[MemoryServer], database: Path, deleted: Sequence[str]
+) -> None:
+    """No file of the catalog has a byte of it, neither the main file nor the log.
+
+    A server that deletes while another one reads empties the log when it is next used.
+    """
+    end_s = time.monotonic() + 5
+    while (found := _found_in_files(database.parent, deleted)) and time.monotonic() < end_s:
+        for server in servers:
+            texts_of(server, "somebody")
+    for text, names in found.items():
+        outcome.problems.append(f"{text!r} was deleted and is still in {names}")
+    outcome.counts["erased"] += len(deleted)
+
+
+def _found_in_files(folder: Path, texts: Sequence[str]) -> dict[str, list[str]]:
+    contents = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    found = {text: [name for name in contents if text.encode() in contents[name]] for text in texts}
+    return {text: names for text, names in found.items() if names}
+
+
+def _gone(ledgers: Sequence[Ledger]) -> list[str]:
+    return [text for ledger in ledgers for text in ledger.gone.values()]
+
+
 # pair ---------------------------------------------------------------------------------------------
 
 
-def pair(one: MemoryServer, other: MemoryServer, rounds: int = 10, seconds: float = 5) -> Outcome:
+def pair(
+    one: MemoryServer, other: MemoryServer, database: Path, rounds: int = 10, seconds: float = 5
+) -> Outcome:
     """What one server stores, changes and deletes, the other one knows at once; both write at a time."""
     outcome, stop = Outcome(), threading.Event()
     before = [stats_of(server) for server in (one, other)]
     for number in range(rounds):
         servers = (one, other) if number % 2 else (other, one)
-        _hand_over(outcome, *servers, f"handed {number}", f"Q{number:02d}X7713")
+        code = f"Q{number:02d}X7713"
+        _hand_over(outcome, *servers, f"handed {number}", code)
+        check_erased(outcome, servers, database, [code[:-1]])  # of both texts
     ledgers = [Ledger(f"pair {n}") for n in range(4)]
     with ThreadPoolExecutor(4) as pool:
         jobs = []
@@ -221,6 +250,7 @@ def pair(one: MemoryServer, other: MemoryServer, rounds: int = 10, seconds: floa
     for server in (one, other):
         for ledger in ledgers:
             ledger.check(outcome, server)
+    check_erased(outcome, [one, other], database, _gone(ledgers))
     for server, stats in zip((one, other), before, strict=True):
         check_clean(outcome, server, stats)
     return outcome

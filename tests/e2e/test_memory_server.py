@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from memory_server import MODEL, MemoryServer, events, serving
+
+sys.path.append(str(Path(__file__).parents[1]))
+from memory_objects import bad_objects, good_objects
 
 pytestmark = pytest.mark.engine
 
@@ -307,6 +312,27 @@ def test_bad_memory_objects(server: MemoryServer, memory: Any, message: str) -> 
     status, answer = server.call("POST", "/v1/chat/completions", body, OPERATOR)
     assert status == 400
     assert message in answer["error"]["message"]
+
+
+calm = settings(derandomize=True, database=None, deadline=None)
+
+
+@settings(calm, max_examples=25)
+@given(good_objects())
+def test_any_good_memory_object_is_carried_out(server: MemoryServer, memory: dict[str, Any]) -> None:
+    answer = server.chat("hi", memory, OPERATOR, max_tokens=1)
+    assert answer["memory"]["mode"] == memory.get("mode", "inject")
+    assert answer["memory"]["stored"] == memory.get("store", False)
+
+
+@settings(calm, max_examples=100)
+@given(bad_objects())
+def test_any_bad_memory_object_is_refused(server: MemoryServer, memory: Any) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "memory": memory}
+    raw = json.dumps(body)  # which httpx does not write where it holds NaN or half of a surrogate pair
+    headers = {"Authorization": f"Bearer {OPERATOR}", "Content-Type": "application/json"}
+    answer = server.client.post("/v1/chat/completions", content=raw, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
 def test_vllms_own_refusals_stay(server: MemoryServer) -> None:

@@ -238,7 +238,7 @@ def test_a_killed_server_has_lost_nothing_that_it_answered_for(restarted: Restar
 
 
 def test_two_servers_on_one_folder_know_what_the_other_did(restarted: Restarted) -> None:
-    outcome = pair(restarted.one, restarted.other, rounds=2, seconds=3)
+    outcome = pair(restarted.one, restarted.other, restarted.database, rounds=2, seconds=2)
     assert outcome.problems == []
     assert outcome.counts["handed_over"] == 2
 

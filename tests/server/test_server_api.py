@@ -184,6 +184,25 @@ def test_metadata_that_is_stored_can_be_read_again(server: FakeServer) -> None:
     assert texts(server) == [OSLO] * 3
 
 
+@pytest.mark.parametrize("levels", [60, 600, 900])
+def test_a_field_that_is_too_deep_is_refused(server: FakeServer, levels: int) -> None:
+    """Deeper bodies are no JSON to Python."""
+    fact_id = server.add()["id"]
+    deep = "[" * levels + "]" * levels
+    for method, path, body in (
+        ("POST", PATH, '{"user_id": "ana", "text": %s}'),
+        ("POST", PATH, '{"user_id": "ana", "text": "x", "speaker": %s}'),
+        ("POST", PATH, '{"user_id": "ana", "messages": [{"role": "user", "content": "x", "name": %s}]}'),
+        ("POST", f"{PATH}/search", '{"user_id": "ana", "query": %s}'),
+        ("PUT", f"{PATH}/{fact_id}", '{"text": %s}'),
+    ):
+        answer = server.ask(
+            method, path, (body % deep).encode(), headers=[("content-type", "application/json")]
+        )
+        assert (answer.status, answer.error["type"]) == (400, "invalid_request_error")
+    assert texts(server) == [OSLO]
+
+
 # errors -----------------------------------------------------------------------------------------
 
 BAD = [

@@ -102,6 +102,19 @@ def test_metadata_is_as_deep_as_it_can_be_sent_back() -> None:
             models.ChangeBody.model_validate({"metadata": metadata})
 
 
+@pytest.mark.parametrize("levels", [51, 600])
+def test_other_fields_that_are_too_deep_are_refused_as_well(levels: int) -> None:
+    deep = nested(levels)
+    for body in ({"text": deep}, {"speaker": deep}, {"items": [{"text": [deep]}]}):
+        with pytest.raises(ValidationError, match="valid string"):
+            models.AddBody.model_validate({"user_id": "ana", **body})
+    with pytest.raises(ValidationError, match="valid string"):
+        models.SearchBody.model_validate({"query": deep})
+    message = {"role": "user", "content": "x", "name": deep}
+    with pytest.raises(ValidationError, match="more than 50 levels"):
+        models.AddBody.model_validate({"user_id": "ana", "messages": [message]})
+
+
 def test_other_control_characters_of_metadata_stay() -> None:
     assert models.ChangeBody.model_validate({"metadata": {"a\0": "b\0\n"}}).metadata == {"a\0": "b\0\n"}
 
@@ -129,11 +142,14 @@ def test_whatever_is_stored_can_be_sent(metadata: dict[str, Any], text: str) -> 
     }  # fmt: skip
 
 
-def test_what_others_stored_can_be_sent() -> None:
-    """Metadata of the Python API may hold halves of characters."""
+def test_halves_that_were_stored_can_be_sent() -> None:
+    """`Memory.add` took them in metadata once."""
     fact = Fact("id", 1, Scope("ana"), "x", metadata={HALF: HALF})
     assert json.loads(models.found_memory(ShownFact(fact, False), 0.5).model_dump_json())["metadata"] == {
         WHOLE: WHOLE
     }
+
+
+def test_an_event() -> None:
     event = models.event_of(HistoryEvent("UPDATE", "new", "old", 1.5))
     assert event.model_dump() == {"event": "UPDATE", "text": "new", "previous_text": "old", "at": 1.5}

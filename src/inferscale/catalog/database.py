@@ -79,15 +79,17 @@ class Database:
         """Take what was written over into the main file and empty the log, where nobody else is reading.
 
         The log (`-wal`) holds pages as they were before a deletion until it is written over some day.
-        Where another process reads just now, that is left to the next time: nobody waits.
+        Where another process reads just now nobody waits: the next transaction tries again.
         """
         handle = self._handle
         if handle is None:
             return
         with handle.lock, suppress(sqlite3.Error):
+            handle.empties_log = True
             try:
                 handle.connection.execute("PRAGMA busy_timeout = 0")
-                handle.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                busy, *_ = handle.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+                handle.empties_log = bool(busy)
             finally:
                 handle.connection.execute(f"PRAGMA busy_timeout = {int(BUSY_TIMEOUT_S * 1000)}")
 
@@ -114,6 +116,8 @@ class Database:
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
                 raise
+            if handle.empties_log:
+                self.empty_log()
 
     def _open_handle(self) -> _Handle:
         handle = self._handle
@@ -149,13 +153,17 @@ class Database:
 
 
 class _Handle:
-    """A connection, the lock that guards it, and the process that may use it."""
+    """A connection, the lock that guards it, and the process that may use it.
+
+    empties_log: after the next transaction; at first since a process that was killed may have deleted.
+    """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
         self.lock = threading.RLock()
         self.process = os.getpid()
         self.own_writes = 0
+        self.empties_log = True
 
 
 def _open(path: Path) -> sqlite3.Connection:

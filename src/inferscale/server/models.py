@@ -2,56 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from inferscale.facts import HistoryEvent, Scope
 from inferscale.server.service import ShownFact
+from inferscale.turns import MAX_METADATA_LEVELS, is_deeper
 
 _MAX_BATCH = 10_000
 _MAX_TEXT = 10_000_000
-_MAX_DEPTH = 50
-"""Levels of metadata; whoever writes an answer goes down as deep."""
 
 
 def _whole(value: Any) -> Any:
-    """With halves of surrogate pairs made U+FFFD in every text, as `Memory.add` does: they cannot be sent."""
+    """A text with halves of surrogate pairs made U+FFFD, as `Memory.add` does: they cannot be sent."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
             return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    elif isinstance(value, list):
-        return [_whole(item) for item in value]
-    elif isinstance(value, dict):
-        return {_whole(name): _whole(item) for name, item in value.items()}
     return value
 
 
-def _read_metadata(value: Any) -> Any:
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [item for outer in level for item in _inner(outer)]
-        if not level:
-            return _whole(value)
-    raise ValueError(f"it has more than {_MAX_DEPTH} levels")
-
-
-def _inner(value: Any) -> list[Any]:
-    """The objects and lists that lie in a value."""
-    items: Iterable[Any] = ()
+def _whole_inside(value: Any) -> Any:
+    """The same for every text of a value that is not too deep."""
+    if isinstance(value, list):
+        return [_whole_inside(item) for item in value]
     if isinstance(value, dict):
-        items = value.values()
-    elif isinstance(value, list):
-        items = value
-    return [item for item in items if isinstance(item, dict | list)]
+        return {_whole(name): _whole_inside(item) for name, item in value.items()}
+    return _whole(value)
+
+
+def _check_depth(value: Any) -> Any:
+    if is_deeper(value, MAX_METADATA_LEVELS):
+        raise ValueError(f"it has more than {MAX_METADATA_LEVELS} levels")
+    return value
 
 
 # Ids are compared exactly: `turns.read_scope` refuses what would have to be repaired.
 _Text = Annotated[str, BeforeValidator(_whole)]
-_Metadata = Annotated[dict[str, Any], BeforeValidator(_read_metadata)]
+_Metadata = Annotated[dict[str, Any], BeforeValidator(lambda value: _whole_inside(_check_depth(value)))]
+_Messages = Annotated[list[dict[str, Any]], BeforeValidator(_check_depth)]
 
 
 class _Body(BaseModel):
@@ -91,7 +82,7 @@ class AddBody(ScopeBody):
         },
     )
     text: _Text | None = Field(None, max_length=_MAX_TEXT)
-    messages: list[dict[str, Any]] | None = Field(None, max_length=_MAX_BATCH)
+    messages: _Messages | None = Field(None, max_length=_MAX_BATCH)
     items: list[Item] | None = Field(None, max_length=_MAX_BATCH)
     speaker: _Text | None = None
     said_at: _Text | None = None
@@ -236,7 +227,7 @@ def _fields(shown: ShownFact) -> dict[str, Any]:
         "text": fact.text,
         "speaker": fact.speaker,
         "said_at": fact.said_at,
-        "metadata": _whole(fact.metadata),
+        "metadata": _whole_inside(fact.metadata),  # earlier versions stored halves
         "created_at": fact.created_at,
         "updated_at": fact.updated_at,
         "injectable": shown.injectable,
