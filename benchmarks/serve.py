@@ -120,11 +120,12 @@ def measure_conversation(
         for repeat in range(arguments.talks):
             for mode in turns:
                 talk: list[dict[str, Any]] = []
+                salt = uuid.uuid4().hex  # what a talk said is found again in the same talk only
                 for number in range(arguments.turns):
                     place = (repeat * arguments.turns + number) % len(conversation.questions)
                     talk.append(said(conversation.questions[place]))
                     ttft_ms, use, text = answer(
-                        client, user, talk, mode, arguments.k, arguments.answer_tokens
+                        client, user, talk, mode, arguments.k, arguments.answer_tokens, salt
                     )
                     talk.append({"role": "assistant", "content": text})
                     turns[mode][number].append(ttft_ms)
@@ -183,21 +184,16 @@ def said(text: str) -> dict[str, Any]:
 
 
 def ask(client: Client, user: str, talk: Sequence[Any], mode: Any, k: int) -> tuple[float, Any]:
-    ttft_ms, use, _ = answer(client, user, talk, mode, k, 1)
+    # A salt of its own for every request: nothing is found in vLLM's prefix cache that memory did not bring.
+    ttft_ms, use, _ = answer(client, user, talk, mode, k, 1, uuid.uuid4().hex)
     return ttft_ms, use
 
 
 def answer(
-    client: Client, user: str, talk: Sequence[Any], mode: Any, k: int, max_tokens: int
+    client: Client, user: str, talk: Sequence[Any], mode: Any, k: int, max_tokens: int, salt: str
 ) -> tuple[float, Any, str]:
     """Milliseconds to the first piece of the answer, what memory did, and the answer."""
-    # A salt of its own for every request: nothing is found in vLLM's prefix cache that memory did not bring.
-    extra = {
-        "max_tokens": max_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "cache_salt": uuid.uuid4().hex,
-    }
+    extra = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
     start_s = time.perf_counter()
     first_s: float | None = None
     stream = client.stream_chat(list(talk), user_id=user, mode=mode, top_k=k, extra=extra)

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _THREADS = 8
 _ORDERED_AT_ONCE = 2000
-_PART_TOKENS = 256
+_PART_TOKENS = 128
 """Of a pass that chats may have to wait for."""
 _STOP_S = 5.0
 _HEAD_IS_ENCODED = "the system text is being encoded"
