@@ -186,7 +186,7 @@ def test_history_tells_of_every_update(memory: Memory, monkeypatch: pytest.Monke
     spoken = memory.update(fact.id, speaker="Ana").fact
     monkeypatch.setattr(time, "time", lambda: fact.created_at - 1000)  # somebody set the clock back
     three = memory.update(fact.id, text="three").fact
-    assert memory.history(fact.id) == [
+    assert [event[:4] for event in memory.history(fact.id)] == [
         ("ADD", "one", None, fact.created_at),
         ("UPDATE", "two", "one", two.updated_at),
         ("UPDATE", "two", "two", spoken.updated_at),
@@ -195,7 +195,7 @@ def test_history_tells_of_every_update(memory: Memory, monkeypatch: pytest.Monke
     at = [event.at for event in memory.history(fact.id)]
     assert at == sorted(at)
     assert memory.history(fact.id)[1].previous_text == "one"
-    assert memory.history(other.id) == [("ADD", "other", None, other.created_at)]
+    assert memory.history(other.id) == [("ADD", "other", None, other.created_at, None)]
 
 
 @pytest.mark.parametrize("whole_scope", [False, True])
@@ -352,6 +352,60 @@ def test_passes_of_an_older_text_are_not_recorded(memory: Memory) -> None:
     assert None not in catalog.record_passes("n", ANA, passes, epoch + 1)
 
 
+# --- facts that are no longer so -------------------------------------------------------------------
+
+
+def test_a_retired_fact_is_in_histories_only(memory: Memory) -> None:
+    old, new = memory.add(["the cat is red", "the cat is blue"], user_id="ana")
+    memory.update(old.id, text="the cat is dark red")
+    catalog = memory.catalog
+    catalog.record_pass("m", ANA, [], [old.id, new.id], ["one", "two"])
+    deletion = catalog.retire(old.id, new.id, "painted")
+    assert set(deletion.keys) == {"one", "two"}  # what was encoded behind it has seen it
+    assert deletion.epochs
+    assert catalog.encodings("m", [new.id]) == {}
+    assert texts(memory, "the cat is dark red") == ["the cat is blue"]
+    assert memory.get_all(user_id="ana") == [memory.get(new.id)]
+    with pytest.raises(UnknownFact):
+        memory.get(old.id)
+    ended = [(*event[:3], event.reason) for event in memory.history(old.id)]
+    assert ended == [
+        ("ADD", "the cat is red", None, None),
+        ("UPDATE", "the cat is dark red", "the cat is red", None),
+        ("END", "the cat is blue", "the cat is dark red", "painted"),
+    ]
+    assert [(*event[:3], event.reason) for event in memory.history(new.id)] == [
+        ("ADD", "the cat is blue", None, None),
+        ("SUPERSEDE", "the cat is blue", "the cat is dark red", "painted"),
+    ]
+
+
+@pytest.mark.parametrize("whole_scope", [False, True])
+def test_what_a_fact_superseded_goes_with_it(memory: Memory, tmp_path: Path, whole_scope: bool) -> None:
+    first, second, third, other = memory.add(["zebra", "lion", "tiger", "other"], user_id="ana")
+    memory.catalog.retire(first.id, second.id)
+    memory.catalog.retire(second.id, third.id)
+    if whole_scope:
+        memory.delete_all(user_id="ana")
+    else:
+        memory.delete(third.id)
+    for fact in (first, second, third):
+        with pytest.raises(UnknownFact):
+            memory.history(fact.id)
+    stored = file_bytes(tmp_path)
+    assert not any(text in stored for text in (b"zebra", b"lion", b"tiger"))
+    assert whole_scope or memory.history(other.id)
+
+
+def test_only_facts_that_exist_are_retired_or_succeed(memory: Memory) -> None:
+    [fact] = memory.add("cat", user_id="ana")
+    for pair in ((fact.id, "nobody"), ("nobody", fact.id)):
+        with pytest.raises(UnknownFact):
+            memory.catalog.retire(*pair)
+    assert memory.get(fact.id) == fact
+    assert len(memory.history(fact.id)) == 1
+
+
 # --- catalogs of older versions ------------------------------------------------------------------
 
 
@@ -374,7 +428,7 @@ def test_a_catalog_of_the_first_version_is_migrated(tmp_path: Path) -> None:
     assert [(fact.id, fact.created_at, fact.updated_at) for fact in facts] == [
         (f"id {number}", 1000.5 + number, 1000.5 + number) for number in (1, 2, 5)
     ]
-    assert catalog.history("id 2") == [("ADD", "text 2", None, 1002.5)]
+    assert [event[:4] for event in catalog.history("id 2")] == [("ADD", "text 2", None, 1002.5)]
     mark = catalog.vector_changes(VectorMark()).mark
     assert mark == (5, 2)
     update = catalog.update(facts[1], Turn("new"), np.ones(DIM, dtype=np.float32))

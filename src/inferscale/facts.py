@@ -61,14 +61,16 @@ class Scope:
 class Turn:
     """One utterance to remember: its text, who said it and when.
 
-    `said_at` is free text (`"8 May 2023, 1:56 pm"`, ISO 8601, …): it is shown
-    to the model as given and never parsed.
+    `said_at` is free text (`"8 May 2023, 1:56 pm"`, ISO 8601, …): it is shown to the model as given;
+    time ranges need one that can be read as a time (`dates.read_time`). `expires_at` is a Unix time:
+    from then on the fact is not found any more.
     """
 
     text: str
     speaker: str | None = None
     said_at: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
+    expires_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +80,9 @@ class Fact:
     `seq` rises with every stored fact of a catalog, so within a scope it is
     the order in which things were said. It stays when a fact is changed.
     `created_at` and `updated_at` are Unix times in seconds, equal until a
-    fact is changed for the first time.
+    fact is changed for the first time. `happened_at` is the Unix time that
+    `said_at` means, where it can be read. `block` is the name of a core
+    block, which stands in front of every prompt of its scope.
     """
 
     id: str
@@ -90,6 +94,9 @@ class Fact:
     created_at: float = 0.0
     updated_at: float = 0.0
     metadata: dict[str, Any] = field(default_factory=dict)
+    expires_at: float | None = None
+    happened_at: float | None = None
+    block: str | None = None
 
 
 class Wording(NamedTuple):
@@ -119,12 +126,15 @@ class Page(NamedTuple):
 
 
 class HistoryEvent(NamedTuple):
-    """A fact was stored (`ADD`; previous_text is None) or changed (`UPDATE`). at: Unix time in seconds.
+    """A fact was stored (`ADD`; previous_text is None), changed (`UPDATE`), took another's place
+    (`SUPERSEDE`; previous_text is what the other said) or ended (`END`; text is what took its place, or
+    its own). at: Unix time in seconds. reason: why, where somebody said so.
 
     Where only speaker, time or metadata changed, both texts are the same.
     """
 
-    event: Literal["ADD", "UPDATE"]
+    event: Literal["ADD", "UPDATE", "SUPERSEDE", "END"]
     text: str
     previous_text: str | None
     at: float
+    reason: str | None = None

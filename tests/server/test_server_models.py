@@ -152,4 +152,10 @@ def test_halves_that_were_stored_can_be_sent() -> None:
 
 def test_an_event() -> None:
     event = models.event_of(HistoryEvent("UPDATE", "new", "old", 1.5))
-    assert event.model_dump() == {"event": "UPDATE", "text": "new", "previous_text": "old", "at": 1.5}
+    assert event.model_dump() == {
+        "event": "UPDATE",
+        "text": "new",
+        "previous_text": "old",
+        "at": 1.5,
+        "reason": None,
+    }

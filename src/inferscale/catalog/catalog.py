@@ -23,6 +23,7 @@ from inferscale.catalog import vectors as _vectors
 from inferscale.catalog.database import ChangeToken, Database
 from inferscale.catalog.passes import EncodePass, Encoding, NewPass
 from inferscale.catalog.results import Deletion, FoundFacts, ScopeDeletion, Update, VectorChanges, VectorMark
+from inferscale.dates import read_time
 from inferscale.errors import EmbedderMismatch, InvalidInput, UnknownFact
 from inferscale.facts import Fact, HistoryEvent, Page, Scope, Turn
 
@@ -80,16 +81,18 @@ class Catalog:
             code = _rows.scope_code(connection, scope)
             for turn, meta, vector in zip(turns, metadata, vectors, strict=True):
                 fact_id = str(uuid.uuid4())
+                said = (turn.text, turn.speaker, turn.said_at)
+                happened_at = read_time(turn.said_at)
                 cursor = connection.execute(
-                    "INSERT INTO facts (id, scope, text, speaker, said_at, created_at, metadata) "
-                    "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (fact_id, code, turn.text, turn.speaker, turn.said_at, now, meta),
+                    "INSERT INTO facts (id, scope, text, speaker, said_at, created_at, metadata, "
+                    "expires_at, happened_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                    (fact_id, code, *said, now, meta, turn.expires_at, happened_at),
                 )
                 seq = cursor.lastrowid
                 assert seq is not None
                 _vectors.store(connection, embedder, seq, vector)
-                said = (turn.text, turn.speaker, turn.said_at)
-                facts.append(Fact(fact_id, seq, scope, *said, now, now, json.loads(meta)))
+                own = json.loads(meta)
+                facts.append(Fact(fact_id, seq, scope, *said, now, now, own, turn.expires_at, happened_at))
         return facts
 
     def get(self, fact_id: str) -> Fact | None:
@@ -207,6 +210,17 @@ class Catalog:
         """
         with self._database.write() as connection:
             deletion = _changes.delete(connection, fact_id)
+        self._database.empty_log()
+        return deletion
+
+    def retire(self, fact_id: str, successor: str | None = None, reason: str | None = None) -> Deletion:
+        """End a fact that is no longer so: it is removed as by `delete`, but stays in its history.
+
+        successor: id of the fact that took its place; it goes with that one for good. Without one it goes
+        when its scope is deleted. Raises UnknownFact where one of the two does not exist.
+        """
+        with self._database.write() as connection:
+            deletion = _changes.retire(connection, fact_id, successor, reason)
         self._database.empty_log()
         return deletion
 

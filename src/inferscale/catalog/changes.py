@@ -2,7 +2,11 @@
 
 Every KV that has seen what is changed or removed is invalidated by the same transaction, and the
 epochs of all filters over it rise: a crash leaves all of a change or nothing. A deletion takes the
-history along, for it holds the fact's former texts. Knows nothing of tokens and KV.
+history along, for it holds the fact's former texts, and the facts whose place it took. Knows nothing of
+tokens and KV.
+
+A fact that is no longer so is *retired*: for everything but a history it is deleted. It moves to the table
+`past` with the time until which it held, so that whatever reads `facts` need not know of it.
 
 **An update keeps the fact's sequence number.** A new one would let other processes learn of the new
 vector as of a deletion and an addition, but the number is also the order in which things were said:
@@ -17,7 +21,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -27,6 +31,7 @@ from inferscale.catalog import passes as _passes
 from inferscale.catalog import rows as _rows
 from inferscale.catalog import vectors as _vectors
 from inferscale.catalog.results import Deletion, ScopeDeletion, ScopeEpoch, Update
+from inferscale.dates import read_time
 from inferscale.errors import UnknownFact
 from inferscale.facts import Fact, HistoryEvent, Scope, Turn, Wording
 
@@ -63,8 +68,9 @@ def update(
     )
     metadata = _rows.metadata_json(turn.metadata)
     connection.execute(
-        "UPDATE facts SET text = ?, speaker = ?, said_at = ?, metadata = ?, updated_at = ? WHERE seq = ?",
-        (turn.text, turn.speaker, turn.said_at, metadata, now, fact.seq),
+        "UPDATE facts SET text = ?, speaker = ?, said_at = ?, metadata = ?, updated_at = ?, happened_at = ? "
+        "WHERE seq = ?",
+        (turn.text, turn.speaker, turn.said_at, metadata, now, read_time(turn.said_at), fact.seq),
     )
     changed = replace(
         fact,
@@ -73,13 +79,43 @@ def update(
         said_at=turn.said_at,
         updated_at=now,
         metadata=json.loads(metadata),
+        happened_at=read_time(turn.said_at),
     )
     return forgotten._replace(fact=changed)
 
 
 def delete(connection: sqlite3.Connection, fact_id: str) -> Deletion:
     """Remove a fact, its vector, its history and every encoding that has seen it. Raises UnknownFact."""
+    deletion = _remove(connection, read_fact(connection, fact_id))
+    connection.execute(
+        "WITH RECURSIVE gone (id) AS (VALUES (?) UNION SELECT p.id FROM past p JOIN gone g "
+        "ON p.successor = g.id) DELETE FROM past WHERE id IN (SELECT id FROM gone)",
+        (fact_id,),
+    )
+    return deletion
+
+
+def retire(
+    connection: sqlite3.Connection, fact_id: str, successor: str | None, reason: str | None
+) -> Deletion:
+    """Remove a fact as `delete` does, but keep what it said for its history. Raises UnknownFact."""
     fact = read_fact(connection, fact_id)
+    if successor is not None:
+        read_fact(connection, successor)
+    replaced = connection.execute(
+        "SELECT text, replaced_at FROM revisions WHERE fact = ? ORDER BY number", (fact.seq,)
+    ).fetchall()
+    now = max(time.time(), fact.updated_at)
+    connection.execute(
+        "INSERT INTO past "
+        "(id, scope, text, speaker, said_at, created_at, revisions, until, successor, reason) "
+        "SELECT id, scope, text, speaker, said_at, created_at, ?, ?, ?, ? FROM facts WHERE seq = ?",
+        (json.dumps(replaced), now, successor, reason, fact.seq),
+    )
+    return _remove(connection, fact)
+
+
+def _remove(connection: sqlite3.Connection, fact: Fact) -> Deletion:
     keys = _passes.invalidate(connection, fact.seq)
     epochs = _raised_epochs(connection, {_code(connection, fact): fact.scope})
     connection.execute("DELETE FROM facts WHERE seq = ?", (fact.seq,))
@@ -90,6 +126,7 @@ def delete(connection: sqlite3.Connection, fact_id: str) -> Deletion:
 def delete_all(connection: sqlite3.Connection, filter: Scope) -> ScopeDeletion:
     """Remove all facts under `filter` as `delete` does; none where it covers none."""
     where, values = _rows.covered(filter)
+    connection.execute(f"DELETE FROM past WHERE scope IN (SELECT id FROM scopes WHERE {where})", values)
     found = connection.execute(
         f"SELECT id, user_id, agent_id, run_id FROM scopes WHERE {where} "
         "AND EXISTS (SELECT 1 FROM facts WHERE facts.scope = scopes.id)",
@@ -106,18 +143,41 @@ def delete_all(connection: sqlite3.Connection, filter: Scope) -> ScopeDeletion:
 
 
 def history(connection: sqlite3.Connection, fact_id: str) -> list[HistoryEvent]:
-    """What became of a fact, oldest first. Raises UnknownFact.
+    """What became of a fact, oldest first; of a retired one too. Raises UnknownFact.
 
     Its addition is not stored: the first text that was replaced, or else the text of today, was added.
     """
-    fact = read_fact(connection, fact_id)
-    replaced = connection.execute(
-        "SELECT text, replaced_at FROM revisions WHERE fact = ? ORDER BY number", (fact.seq,)
+    past = connection.execute(
+        "SELECT p.text, p.created_at, p.revisions, p.until, p.reason, coalesce(f.text, q.text, p.text) "
+        "FROM past p LEFT JOIN facts f ON f.id = p.successor LEFT JOIN past q ON q.id = p.successor "
+        "WHERE p.id = ?",
+        (fact_id,),
+    ).fetchone()
+    if past is not None:
+        text, created_at, revisions, until, reason, successor = past
+        events = _said(created_at, json.loads(revisions), text)
+        events.append(HistoryEvent("END", successor, text, until, reason))
+    else:
+        fact = read_fact(connection, fact_id)
+        replaced = connection.execute(
+            "SELECT text, replaced_at FROM revisions WHERE fact = ? ORDER BY number", (fact.seq,)
+        ).fetchall()
+        events = _said(fact.created_at, replaced, fact.text)
+    replacing = connection.execute(
+        "SELECT text, until, reason FROM past WHERE successor = ? ORDER BY until, id", (fact_id,)
     ).fetchall()
-    texts = [*(text for text, _ in replaced), fact.text]
-    events = [HistoryEvent("ADD", texts[0], None, fact.created_at)]
-    for (previous, at), text in zip(replaced, texts[1:], strict=True):
-        events.append(HistoryEvent("UPDATE", text, previous, at))
+    first = events[0].text
+    events += [HistoryEvent("SUPERSEDE", first, text, until, reason) for text, until, reason in replacing]
+    return [events[0], *sorted(events[1:], key=lambda event: event.at)]
+
+
+def _said(created_at: float, replaced: Iterable[tuple[str, float]], text: str) -> list[HistoryEvent]:
+    """Additions and updates; replaced: former texts and until when, oldest first."""
+    former = list(replaced)
+    texts = [*(previous for previous, _ in former), text]
+    events = [HistoryEvent("ADD", texts[0], None, created_at)]
+    for (previous, at), new in zip(former, texts[1:], strict=True):
+        events.append(HistoryEvent("UPDATE", new, previous, at))
     return events
 
 

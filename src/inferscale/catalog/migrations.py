@@ -94,7 +94,32 @@ _SECOND = (
     "INSERT INTO meta (name, value) VALUES ('cursor_key', lower(hex(randomblob(16))))",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _SECOND)
+_THIRD = (
+    "ALTER TABLE facts ADD COLUMN expires_at REAL",
+    # What `said_at` means, where it can be read as a time; facts of older catalogs have none.
+    "ALTER TABLE facts ADD COLUMN happened_at REAL",
+    "ALTER TABLE facts ADD COLUMN block TEXT CHECK (block <> '')",
+    "CREATE INDEX facts_expiry ON facts (expires_at) WHERE expires_at IS NOT NULL",
+    "CREATE UNIQUE INDEX facts_block ON facts (scope, block) WHERE block IS NOT NULL",
+    # Facts that are no longer so. None of them is found, encoded or shown but in a history, so they stand
+    # apart: whatever reads `facts` need not know of them. revisions: JSON, [text, replaced_at] each.
+    """CREATE TABLE past (
+        id TEXT PRIMARY KEY,
+        scope INTEGER NOT NULL REFERENCES scopes (id),
+        text TEXT NOT NULL,
+        speaker TEXT,
+        said_at TEXT,
+        created_at REAL NOT NULL,
+        revisions TEXT NOT NULL,
+        until REAL NOT NULL,
+        successor TEXT,
+        reason TEXT
+    ) WITHOUT ROWID""",
+    "CREATE INDEX past_scope ON past (scope)",
+    "CREATE INDEX past_successor ON past (successor) WHERE successor IS NOT NULL",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _SECOND, _THIRD)
 
 
 def check_version(connection: sqlite3.Connection, path: str) -> int:

@@ -106,4 +106,7 @@ def _own(fact: Fact) -> Fact:
         fact.created_at,
         fact.updated_at,
         metadata,
+        fact.expires_at,
+        fact.happened_at,
+        fact.block,
     )

@@ -16,7 +16,8 @@ from inferscale.facts import Fact, Scope
 
 _FACTS = (
     "SELECT f.id, f.seq, s.user_id, s.agent_id, s.run_id, "
-    "f.text, f.speaker, f.said_at, f.created_at, coalesce(f.updated_at, f.created_at), f.metadata "
+    "f.text, f.speaker, f.said_at, f.created_at, coalesce(f.updated_at, f.created_at), f.metadata, "
+    "f.expires_at, f.happened_at, f.block "
     "FROM facts f JOIN scopes s ON s.id = f.scope "
 )
 
@@ -98,13 +99,14 @@ def select_facts(connection: sqlite3.Connection, clause: str, *values: object) -
     scopes: dict[tuple[str | None, ...], Scope] = {}
     facts = []
     for row in connection.execute(_FACTS + clause, values).fetchall():
-        fact_id, seq, user_id, agent_id, run_id, text, speaker, said_at, created_at, updated_at, metadata = (
-            row
-        )
+        fact_id, seq, user_id, agent_id, run_id, text, speaker, said_at, created_at, updated_at, *rest = row
+        metadata, expires_at, happened_at, block = rest
         ids = (user_id, agent_id, run_id)
         scope = scopes.get(ids) or scopes.setdefault(ids, Scope(*ids))
         own = {} if metadata == "{}" else json.loads(metadata)
-        facts.append(Fact(fact_id, seq, scope, text, speaker, said_at, created_at, updated_at, own))
+        said = (text, speaker, said_at)
+        times = (expires_at, happened_at)
+        facts.append(Fact(fact_id, seq, scope, *said, created_at, updated_at, own, *times, block))
     return facts
 
 

@@ -155,10 +155,11 @@ class MemoryPage(MemoryList):
 
 
 class Event(BaseModel):
-    event: Literal["ADD", "UPDATE"]
+    event: Literal["ADD", "UPDATE", "SUPERSEDE", "END"]
     text: str
     previous_text: str | None
     at: float
+    reason: str | None = None
 
 
 class History(BaseModel):
@@ -214,7 +215,7 @@ def found_memory(shown: ShownFact, score: float) -> FoundMemory:
 
 
 def event_of(event: HistoryEvent) -> Event:
-    return Event(event=event.event, text=event.text, previous_text=event.previous_text, at=event.at)
+    return Event(**event._asdict())
 
 
 def _fields(shown: ShownFact) -> dict[str, Any]:
