@@ -23,6 +23,8 @@ InjectionPath = Literal["auto", "fused", "portable"]
 
 AUTO = "auto"
 DEFAULT_POOL_BYTES = 2**30
+KV_FOLDER = "kv"
+"""Of a data folder: copies of KV on disk."""
 MAX_BYTES = 2**60
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
@@ -51,6 +53,12 @@ def _check_int(value: object, name: str, lowest: int, highest: int | None = None
         raise InvalidConfig(f"{name} is {value!r}; allowed are whole numbers, {allowed}, without quotes.")
     if value < lowest or (highest is not None and value > highest):
         raise InvalidConfig(f"{name} is {value}; allowed are {allowed}.")
+
+
+def _check_number(value: object, name: str, lowest: float, highest: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not lowest <= value <= highest:  # type: ignore[operator]
+        raise InvalidConfig(f"{name} is {value!r}; allowed are numbers from {lowest:g} to {highest:g}.")
 
 
 def from_mapping(cls: type[_C], settings: Mapping[str, Any], where: str) -> _C:
@@ -83,6 +91,15 @@ class ConnectorConfig:
     own flags, 1 GiB."""
     page_size_tokens: int = 4
     """Tokens in one page of the pool; a segment occupies whole pages."""
+    host_size_bytes: int | str = 0
+    """Host memory of each worker for copies of what the pool holds, in bytes (or '32GiB'); 0: none. A segment
+    that has left the pool is copied back when a request needs it."""
+    disk_size_bytes: int | str = 0
+    """The same on disk, for each worker; it outlives the engine. 0: none."""
+    disk_dir: str | None = None
+    """Folder of the copies on disk."""
+    max_share: float = 0.5
+    """Of host memory and of disk, what one scope may hold while others want room."""
     runtime_dir: str | None = None
     """Folder for the residency socket and the plan secret; default: one per engine id in the
     system's temporary folder."""
@@ -102,6 +119,20 @@ class ConnectorConfig:
                 raise InvalidConfig(f"pool_size_bytes is {self.pool_size_bytes!r}; it must be above 0.")
             object.__setattr__(self, "pool_size_bytes", size)
         _check_int(self.page_size_tokens, "page_size_tokens", 1, 1024)
+        for name in ("host_size_bytes", "disk_size_bytes"):
+            size = parse_size(getattr(self, name), name)
+            if size < 0:
+                raise InvalidConfig(f"{name} is {getattr(self, name)!r}; allowed are sizes from 0.")
+            object.__setattr__(self, name, size)
+        if self.disk_dir is not None and (not isinstance(self.disk_dir, str) or not self.disk_dir):
+            raise InvalidConfig(
+                f"disk_dir is {self.disk_dir!r}; allowed is the path of a folder as a string."
+            )
+        if self.disk_bytes and self.disk_dir is None:
+            raise InvalidConfig("disk_size_bytes is given without disk_dir; name the folder of the copies.")
+        share = self.max_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise InvalidConfig(f"max_share is {share!r}; allowed are numbers above 0, up to 1.")
         if self.runtime_dir is not None and (not isinstance(self.runtime_dir, str) or not self.runtime_dir):
             raise InvalidConfig(
                 f"runtime_dir is {self.runtime_dir!r}; allowed is the path of a folder as a string. Leave it "
@@ -123,6 +154,14 @@ class ConnectorConfig:
     def is_auto_size(self) -> bool:
         """Whether the pool's size is left to whoever starts the engine."""
         return self.pool_size_bytes == AUTO
+
+    @property
+    def host_bytes(self) -> int:
+        return int(self.host_size_bytes)
+
+    @property
+    def disk_bytes(self) -> int:
+        return int(self.disk_size_bytes)
 
     @property
     def size_bytes(self) -> int:
@@ -158,6 +197,32 @@ class EncodingConfig:
 
 
 @dataclass(frozen=True)
+class RetrievalConfig:
+    """How the facts that a search finds are ranked: `1 / (rank_constant + rank)` of each ranking, times its
+    weight, is summed (reciprocal rank fusion)."""
+
+    lexical_weight: float = 0.0
+    """Of the ranking by words (BM25), where the ranking by meaning has 1. 0: it is not made."""
+    recency_weight: float = 0.0
+    """Of the ranking of what the others found by how new it is. 0: it is not made."""
+    rank_constant: int = 60
+    """The larger, the less the first ranks count beside those that follow."""
+    candidates: int = 100
+    """So many facts of each ranking are fused; twice `top_k` where that is more."""
+    duplicate_similarity: float | None = 0.97
+    """A fact whose vector is this similar (cosine) to that of a better one comes behind all others that
+    were found, so that repetitions do not fill the `top_k`. None: it keeps its place."""
+
+    def __post_init__(self) -> None:
+        for name in ("lexical_weight", "recency_weight"):
+            _check_number(getattr(self, name), f"retrieval.{name}", 0.0, 100.0)
+        _check_int(self.rank_constant, "retrieval.rank_constant", 1, 10_000)
+        _check_int(self.candidates, "retrieval.candidates", 1, 10_000)
+        if self.duplicate_similarity is not None:
+            _check_number(self.duplicate_similarity, "retrieval.duplicate_similarity", 0.5, 1.0)
+
+
+@dataclass(frozen=True)
 class MemoryConfig:
     """Where memory lives and how it is searched."""
 
@@ -171,6 +236,7 @@ class MemoryConfig:
     """Torch device of the embedder and of the search index, such as `cpu` or `cuda:0`. On a GPU both need
     memory beside the engine's: `auto` is a GPU where there is one with 1 GiB free, and changes to the CPU
     where it fails all the same; a device that is named is used or refused."""
+    retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
 
     def __post_init__(self) -> None:
         if not isinstance(self.embedder_device, str) or not self.embedder_device:
@@ -178,6 +244,31 @@ class MemoryConfig:
                 f"embedder_device is {self.embedder_device!r}; allowed are 'auto', 'cpu' and the "
                 "accelerators of this machine, such as 'cuda' or 'cuda:0'."
             )
+
+
+@dataclass(frozen=True)
+class ExtractionConfig:
+    """How conversations become facts (`add(…, infer=True)`)."""
+
+    retries: int = 2
+    """Further attempts where a model's answer cannot be used; then the turns are stored as they were said."""
+    max_chars: int = 6000
+    """Of a conversation in one prompt; a longer one is read in parts."""
+    max_similar: int = 8
+    """Stored facts that a new one is compared with."""
+    same_above: float = 0.95
+    """Cosine similarity from which two facts with the same numbers, names and negations are one."""
+    ask_above: float = 0.4
+    """Cosine similarity from which a model is asked what a new fact does to a stored one."""
+
+    def __post_init__(self) -> None:
+        _check_int(self.retries, "retries", 0, 10)
+        _check_int(self.max_chars, "max_chars", 100)
+        _check_int(self.max_similar, "max_similar", 1, 100)
+        for name in ("same_above", "ask_above"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not -1 <= value <= 1:
+                raise InvalidConfig(f"{name} is {value!r}; allowed are numbers from -1 to 1.")
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import LlamaConfig
 from vllm.config import (
@@ -42,6 +43,7 @@ from inferscale.connector.connector import InferScaleConnector, WorkerReport
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.plan import WIRE_KEY, Order, Plan, Segment, Span, salt_of, segment_key, to_wire
 from inferscale.pool.moves import Moves
+from inferscale.pool.tiers import Save, TierAnswers
 
 BLOCK_SIZE = 16
 PAGE_SIZE = 4
@@ -108,6 +110,12 @@ class SymbolicWorker:
         self.captures_are_exact = True
         self.failed_blocks: set[int] = set()
         self.failed_requests: set[str] = set()
+        self.lower: dict[tuple[str, str], tuple[list[Symbol], int]] = {}  # by tier and key; and the origin
+        self.coming: list[list[Any]] = []  # [steps that are left, load]
+        self.load_steps = 2
+        self.failing_loads = False
+        self.failing_saves = False
+        self.answers = TierAnswers()
 
     def execute(self, output: Any, requests: dict[str, Request]) -> tuple[StepReport | None, set[int]]:
         orders: StepOrders = output.kv_connector_metadata.orders
@@ -115,6 +123,7 @@ class SymbolicWorker:
         self.before_forward(orders)
         failed, self.failed_blocks = self.failed_blocks, set()
         self.track_blocks(output)
+        self.finish_loads()
         if output.total_num_scheduled_tokens:
             self.forward(output, requests, failed)
         elif not self.reports_without_forward:
@@ -126,7 +135,38 @@ class SymbolicWorker:
                 else:
                     self.capture(orders.capture, requests)
             report.done.add(orders.step)
-        return (report if report.done else None), failed
+            if orders.tiers is not None:
+                self.save(orders.tiers.saves, report)
+        report.tiers, self.answers = self.answers, TierAnswers()
+        return (report if report.done or report.tiers else None), failed
+
+    def save(self, saves: list[Save], report: StepReport) -> None:
+        for save in saves:
+            if report.failed_captures or self.failing_saves:
+                self.answers.not_saved.append(save.key)
+                continue
+            symbols = [self.pool[row] for row in rows_of(save.packed_rows)]
+            assert [symbol.position for symbol in symbols] == list(
+                range(save.origin, save.origin + len(symbols))
+            )
+            for tier in save.tiers:
+                self.lower[tier, save.key] = (symbols, save.origin)
+            self.answers.saved.append(save.key)
+
+    def finish_loads(self) -> None:
+        for item in self.coming:
+            item[0] -= 1
+        done = [load for left, load in self.coming if left <= 0]
+        self.coming = [item for item in self.coming if item[0] > 0]
+        for load in done:
+            found = self.lower.get((load.source, load.key))
+            if found is None or self.failing_loads:
+                self.answers.not_loaded.append(load.key)
+                continue
+            self.pool.update(zip(rows_of(load.packed_rows), found[0], strict=True))
+            if load.keep:
+                self.lower["host", load.key] = found
+            self.answers.loaded.append(load.key)
 
     def capture(self, moves: Moves, requests: dict[str, Request]) -> None:
         exact = {
@@ -154,6 +194,11 @@ class SymbolicWorker:
         for page in [] if orders.zero_pages is None else orders.zero_pages.tolist():
             for row in range(page * PAGE_SIZE, (page + 1) * PAGE_SIZE):
                 self.pool.pop(row, None)
+        if orders.tiers is not None:
+            for drop in orders.tiers.drops:
+                for key in drop.keys:
+                    self.lower.pop((drop.tier, key), None)
+            self.coming += [[self.load_steps, load] for load in orders.tiers.loads]
 
     def track_blocks(self, output: Any) -> None:
         for request_id in output.finished_req_ids:
@@ -191,6 +236,10 @@ class SymbolicWorker:
                         f"{request_id} reads {found} where {expected} belongs"
                     )
                 before = hash((before, self.cache[slot].context if slot in self.cache else None))
+
+
+def rows_of(packed_rows: bytes) -> list[int]:
+    return np.frombuffer(packed_rows, dtype=np.int32).tolist()
 
 
 def token_at(request: Request, position: int) -> int:
@@ -417,6 +466,11 @@ class SymbolicEngine:
         stats = self.side.stats()
         assert stats["open_requests"] == stats["open_steps"] == 0, stats
         assert stats["internal_errors"] == 0, stats
+        if self.side.tiering is not None:
+            assert stats["tier_loads_open"] == 0, stats
+            for tier in self.side.tiering.tiers:
+                tier.check()
+                assert not any(copy.is_loading for copy in map(tier.get, tier.all_keys()) if copy)
         assert not self.side._claims
         assert not self.side._rejected
         assert stats["resident_segments"] == len(self.side.table), "an entry is being written for ever"

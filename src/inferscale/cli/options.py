@@ -103,6 +103,15 @@ def read_size(context: click.Context, parameter: click.Parameter, value: str | N
         raise click.BadParameter(str(error), context, parameter) from error
 
 
+def read_tier_size(context: click.Context, parameter: click.Parameter, value: str) -> int:
+    """A size in bytes, as a click callback; 0 for none."""
+    try:
+        return ConnectorConfig(host_size_bytes=value).host_bytes
+    except InvalidConfig as error:
+        message = str(error).replace("host_size_bytes", str(parameter.opts[0]))
+        raise click.BadParameter(message, context, parameter) from error
+
+
 def _size_text(size_bytes: int) -> str:
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if size_bytes % size == 0:

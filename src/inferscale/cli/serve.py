@@ -11,9 +11,17 @@ from typing import Any
 import click
 
 from inferscale.cli.engine import prepare_engine
-from inferscale.cli.options import COUNT, POSITIVE, memory_options, read_size
+from inferscale.cli.options import COUNT, POSITIVE, memory_options, read_size, read_tier_size
 from inferscale.cli.output import say
-from inferscale.config import AUTO, DEFAULT_POOL_BYTES, ConnectorConfig, ServerConfig, default_runtime_dir
+from inferscale.config import (
+    AUTO,
+    DEFAULT_POOL_BYTES,
+    KV_FOLDER,
+    ConnectorConfig,
+    ServerConfig,
+    default_data_dir,
+    default_runtime_dir,
+)
 from inferscale.runtime.folder_lock import remove_stale_runtime_dirs
 
 _DEFAULT = ServerConfig()
@@ -45,6 +53,22 @@ class _Serve(click.Command):
     callback=read_size,
     help="Memory for the facts' KV on each worker, such as 512MiB or 2GB. auto: a quarter of what the model "
     f"leaves on a GPU, {DEFAULT_POOL_BYTES // 2**30}GiB elsewhere.",
+)
+@click.option(
+    "--host-size",
+    metavar="SIZE",
+    default="0",
+    show_default=True,
+    callback=read_tier_size,
+    help="Host memory on each worker for copies of the facts' KV; what left the pool comes back from there.",
+)
+@click.option(
+    "--disk-size",
+    metavar="SIZE",
+    default="0",
+    show_default=True,
+    callback=read_tier_size,
+    help="The same on disk, in the folder kv of the data folder; it is there after a restart.",
 )
 @click.option(
     "--window",
@@ -104,6 +128,8 @@ def serve(
     embedder: str | None,
     embedder_device: str,
     pool_size: int | None,
+    host_size: int,
+    disk_size: int,
     window: int,
     stride: int,
     injection_path: Any,
@@ -132,7 +158,11 @@ def serve(
         model,
         vllm_flags,
         ConnectorConfig(
-            pool_size_bytes=AUTO if pool_size is None else pool_size, injection_path=injection_path
+            pool_size_bytes=AUTO if pool_size is None else pool_size,
+            host_size_bytes=host_size,
+            disk_size_bytes=disk_size,
+            disk_dir=str((data_dir or default_data_dir()).absolute() / KV_FOLDER) if disk_size else None,
+            injection_path=injection_path,
         ),
         ServerConfig(
             data_dir=None if data_dir is None else str(data_dir.absolute()),

@@ -201,6 +201,13 @@ def model_fingerprint(vllm_config: Any) -> str:
     return digest.hexdigest()
 
 
+def worker_rank() -> int:
+    """Tensor-parallel rank of this worker."""
+    from vllm.distributed import get_tensor_model_parallel_rank
+
+    return int(get_tensor_model_parallel_rank())
+
+
 def free_bytes(device: torch.device) -> int:
     """Memory that is free on the device now; on a CPU also within the container's limit (cgroup v2)."""
     if device.type == "cuda":

@@ -13,6 +13,7 @@ Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py.
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ from inferscale.config import connector_config
 from inferscale.connector import compat
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.scheduler import SchedulerSide
+from inferscale.connector.tiering import open_tiering
 from inferscale.connector.worker import WorkerSide
 from inferscale.errors import InvalidConfig, UnsupportedLayout
 from inferscale.plan import WIRE_KEY
+from inferscale.pool.disk import DiskStore, format_name
 from inferscale.pool.slab import num_pages
 from inferscale.pool.table import PageTable
 from inferscale.runtime.folder_lock import FolderLock
@@ -102,17 +105,30 @@ class InferScaleConnector(KVConnectorBase_V1):
             raise
 
     def _serve(self, pages: int) -> None:
+        table = PageTable(pages, self.config.page_size_tokens)
+        model = compat.model_fingerprint(self._vllm_config)
         self.scheduler = SchedulerSide(
-            PageTable(pages, self.config.page_size_tokens),
+            table,
             block_size=self._cache.block_size,
-            model=compat.model_fingerprint(self._vllm_config),
+            model=model,
             secret=load_secret(self._runtime_dir),
+            tiering=open_tiering(self.config, table, self._store(model, 0), self._num_ranks),
         )
         self._server = ResidencyServer(self._runtime_dir, self.scheduler.answer)
 
+    @property
+    def _num_ranks(self) -> int:
+        return int(self._vllm_config.parallel_config.tensor_parallel_size)
+
+    def _store(self, model: str, rank: int) -> DiskStore:
+        """The segments of one rank on disk; of use only where there is room for any."""
+        token_bytes = self._cache.token_size_bytes
+        folder = Path(self.config.disk_dir or ".")
+        return DiskStore(folder, format_name(model, token_bytes, self._num_ranks), rank, token_bytes)
+
     # scheduler side ---------------------------------------------------------------------------
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         assert self.scheduler is not None
         try:
             return self.scheduler.num_matched_tokens(request, num_computed_tokens), False
@@ -180,6 +196,10 @@ class InferScaleConnector(KVConnectorBase_V1):
             return False
 
     def shutdown(self) -> None:
+        if self.worker is not None:
+            self.worker.close()
+        if self.scheduler is not None and self.scheduler.tiering is not None:
+            self.scheduler.tiering.close()
         server, self._server = self._server, None
         lock, self._lock = self._lock, None
         try:
@@ -212,6 +232,7 @@ class InferScaleConnector(KVConnectorBase_V1):
             self._cache.num_blocks,
             self._cache.block_size,
             lambda: compat.free_bytes_per_worker(self._vllm_config, layers[0].cache.device),
+            self._opened_store() if self.config.disk_bytes else None,
         )
         # Both sides count pages by this size: orders must not name rows that a worker does not have.
         size = self.worker.slab.shape.num_elements * self.worker.dtype.itemsize
@@ -221,6 +242,11 @@ class InferScaleConnector(KVConnectorBase_V1):
                 f"{self._cache.token_size_bytes} by vLLM's cache configuration; InferScale needs the "
                 "same layers on both sides."
             )
+
+    def _opened_store(self) -> DiskStore:
+        store = self._store(compat.model_fingerprint(self._vllm_config), compat.worker_rank())
+        store.open()
+        return store
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         assert self.worker is not None

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from inferscale.pool.moves import Int32Array, Moves
+from inferscale.pool.tiers import TierAnswers, TierOrders
 
 
 @dataclass
 class StepOrders:
-    """What the workers do in one step, in this order: inject, zero, (forward pass,) capture.
+    """What the workers do in one step, in this order: inject, zero, load, (forward pass,) capture, save.
 
     step: number that the workers report back; 0 when nothing is captured. failed_blocks: blocks
     that were promised and cannot be written; the workers report them as load errors.
@@ -24,18 +25,24 @@ class StepOrders:
     capture: Moves | None = None
     zero_pages: Int32Array | None = None
     failed_blocks: list[int] = field(default_factory=list)
+    tiers: TierOrders | None = None
 
 
 @dataclass
 class StepReport:
-    """Which steps the workers have carried out, and which of those had a failed capture."""
+    """Which steps the workers have carried out, and which of those had a failed capture.
+
+    tiers: what was done below the pool since the last report, in whichever step it was ordered.
+    """
 
     done: set[int] = field(default_factory=set)
     failed_captures: set[int] = field(default_factory=set)
+    tiers: TierAnswers = field(default_factory=TierAnswers)
 
     def merge(self, other: StepReport) -> StepReport:
         """One report for all tensor-parallel ranks; a capture that failed anywhere has failed."""
         return StepReport(
             self.done | other.done,
             self.failed_captures | other.failed_captures,
+            self.tiers.merge(other.tiers),
         )

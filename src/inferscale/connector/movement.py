@@ -51,6 +51,10 @@ class Mover(Protocol):
         """Overwrite pages of the slab with zeros; int32 [n]."""
         ...
 
+    def note_origins(self, rows: Int32Array, positions: Int32Array) -> None:
+        """Rows [n] of the slab were written by somebody else: captured at these positions [n]."""
+        ...
+
 
 class Caches(NamedTuple):
     """Layers in model order and the probed layout of each."""
@@ -124,6 +128,9 @@ class PortableMover:
 
     def zero(self, pages: Int32Array) -> None:
         self._slab.zero_pages(pages)
+
+    def note_origins(self, rows: Int32Array, positions: Int32Array) -> None:
+        self._origins[rows] = positions
 
     def _to_device(self, numbers: Int32Array) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device, torch.int64, non_blocking=True)

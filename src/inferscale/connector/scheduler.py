@@ -2,7 +2,8 @@
 
 What happens to a request with a plan::
 
-    match     get_num_new_matched_tokens   locate segments, offer the leading resident run (no mutation)
+    match     get_num_new_matched_tokens   locate segments, wait for those in lower tiers (`tiering`), offer
+                                           the leading resident run
     claim     update_state_after_alloc     note the run and the blocks it goes to
     order     build_connector_meta         injection of this step; captures whose tokens this step computes
     report    update_connector_output      workers are done: commit captured segments
@@ -25,6 +26,7 @@ from typing import Any
 from inferscale.connector.locate import NO_RUN, Run, leading_run, locate
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.state import Counters, RequestState, outcome_of, sizes_of
+from inferscale.connector.tiering import Tiering
 from inferscale.errors import PlanRejected
 from inferscale.plan import Order, Plan, from_wire, salt_of
 from inferscale.pool.moves import Moves, MovesBuilder
@@ -40,8 +42,17 @@ MAX_OUTCOMES = 4096
 class SchedulerSide:
     """Page table and orders. All methods are called from the engine's scheduler thread."""
 
-    def __init__(self, table: PageTable, *, block_size: int, model: str, secret: bytes) -> None:
+    def __init__(
+        self,
+        table: PageTable,
+        *,
+        block_size: int,
+        model: str,
+        secret: bytes,
+        tiering: Tiering | None = None,
+    ) -> None:
         self.table = table
+        self.tiering = tiering
         self.block_size = block_size
         self.model = model
         self.secret = secret
@@ -61,8 +72,9 @@ class SchedulerSide:
 
     # match ------------------------------------------------------------------------------------
 
-    def num_matched_tokens(self, request: Any, num_computed: int) -> int:
-        """Tokens behind `num_computed` that the pool can supply; 0 without a usable plan.
+    def num_matched_tokens(self, request: Any, num_computed: int) -> int | None:
+        """Tokens behind `num_computed` that the pool can supply; 0 without a usable plan, None while segments
+        come from a lower tier: vLLM asks again in the next step.
 
         May be called any number of times; it only remembers its last answer, which is what vLLM
         allocates for in the same scheduling call.
@@ -80,10 +92,23 @@ class SchedulerSide:
         if getattr(request, "skip_reading_prefix_cache", False):
             state.reason = "prompt log-probabilities need every prompt token computed"
             return 0
+        if self._waits(state, num_computed):
+            return None
         # Never the whole prompt: the last token must be computed for its logits.
         limit = request.num_tokens - 1
         state.match = leading_run(state.placement, num_computed, limit, self.table.resident_run)
         return state.match.num_tokens
+
+    def _waits(self, state: RequestState, num_computed: int) -> bool:
+        if self.tiering is None:
+            return False
+        if not state.has_waited:
+            state.has_waited = True
+            assert state.placement is not None
+            state.wait = self.tiering.prepare(state.placement, num_computed)
+        if state.wait is not None and self.tiering.is_over(state.wait):
+            state.wait = None
+        return state.wait is not None
 
     def _state_of(self, request: Any) -> RequestState | None:
         request_id = request.request_id
@@ -183,6 +208,7 @@ class SchedulerSide:
         orders.failed_blocks = self._take_broken_blocks(scheduler_output)
         # Workers inject, then zero, then capture: a page may be read, and be taken again, in this very step.
         orders.zero_pages = self.table.take_freed_pages()
+        orders.tiers = None if self.tiering is None else self.tiering.take_orders()
         self._claims.clear()
         # Only captures need a report; a step without tokens is not even reported by every model runner.
         if writing:
@@ -255,6 +281,8 @@ class SchedulerSide:
                     self.counters.captures_without_room += 1
                     continue
                 writing.append(span.key)
+                if self.tiering is not None:
+                    self.tiering.save(entry, span.start, state.plan.scope)
                 builder.add(entry.packed_rows, span.start, state.block_ids)
             if not state.is_followed:
                 del self._followed[request_id]
@@ -265,6 +293,8 @@ class SchedulerSide:
             return self.stats()
         for scope, epoch in order.epochs:
             self._epochs[scope] = max(epoch, self._epochs.get(scope, 0))
+        if self.tiering is not None:
+            self.tiering.forget(order.keys)
         return {"dropped": self.table.drop(order.keys)}
 
     def fail_claim(self, request_id: str, blocks: Any) -> None:
@@ -296,6 +326,8 @@ class SchedulerSide:
         blocks = self._take_broken_blocks(scheduler_output)
         for key in self._open:
             self.table.abandon(key)
+        if self.tiering is not None:
+            self.tiering.cancel_saves(self._open)
         self._open = []
         for state in self._requests.values():
             state.can_capture = False
@@ -306,6 +338,8 @@ class SchedulerSide:
 
     def complete(self, report: StepReport) -> None:
         """The workers carried out these steps: commit what they captured, or abandon it."""
+        if self.tiering is not None and report.tiers:
+            self.tiering.complete(report.tiers)
         for step in sorted(report.done):
             for key in self._steps.pop(step, ()):
                 if step in report.failed_captures:
@@ -341,6 +375,7 @@ class SchedulerSide:
         return {
             **vars(self.counters),
             **sizes_of(self.table),
+            **({} if self.tiering is None else self.tiering.stats()),
             "open_requests": len(self._requests),
             "open_steps": len(self._steps),
         }
@@ -349,7 +384,10 @@ class SchedulerSide:
         """Answer the residency socket. Runs in another thread: reads, never mutates."""
         op = question.get("op")
         if op == "residency":
-            return {"resident": [self.table.is_resident(key) for key in question["keys"]]}
+            return {"resident": [self._has(key) for key in question["keys"]]}
+        if op == "keys":
+            tiers = () if self.tiering is None else self.tiering.tiers
+            return {"keys": next((tier.all_keys() for tier in tiers if tier.name == question["tier"]), [])}
         if op == "outcome":
             outcome = self.outcomes.get(question["id"])
             if isinstance(outcome, RequestState):
@@ -359,11 +397,19 @@ class SchedulerSide:
             return {"stats": self.stats()}
         if op == "engine":
             return {"engine": {"model": self.model}}
-        raise ValueError(f"unknown op {op!r}; known are 'residency', 'outcome', 'stats' and 'engine'")
+        raise ValueError(f"unknown op {op!r}; known are residency, keys, outcome, stats and engine")
+
+    def _has(self, key: str) -> bool:
+        """Whether a request can have this segment's KV: from the pool, or from below it."""
+        return self.table.is_resident(key) or (
+            self.tiering is not None and self.tiering.find(key) is not None
+        )
 
     def reset(self) -> None:
         """Forget all segments (vLLM's `reset_prefix_cache(reset_connector=True)`)."""
         self.table.clear()
+        if self.tiering is not None:
+            self.tiering.clear()
 
 
 def _allocated(scheduler_output: Any, request_ids: Collection[str]) -> Iterator[tuple[str, list[int]]]:

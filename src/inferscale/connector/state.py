@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inferscale.connector.locate import NO_RUN, Placement, Run
+from inferscale.connector.tiering import Wait
 from inferscale.plan import Plan
 from inferscale.pool.table import PageTable
 
@@ -17,7 +18,8 @@ class RequestState:
 
     match_start: prompt tokens that vLLM's prefix cache supplied when it was matched last. num_claims: how
     often vLLM allocated for it; above 1 where it was preempted and resumed. injected: spans of the prompt
-    that hold injected KV since the last claim.
+    that hold injected KV since the last claim. wait: for segments from lower tiers; has_waited: once is
+    enough.
     """
 
     plan: Plan
@@ -33,6 +35,8 @@ class RequestState:
     answer: dict[str, Any] | None = None
     reason: str | None = None
     can_capture: bool = True
+    wait: Wait | None = None
+    has_waited: bool = False
 
     def note_claim(self, num_external: int) -> None:
         """`num_external` tokens behind `match_start` are injected, for the first time or on a resume.

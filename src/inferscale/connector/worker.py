@@ -1,9 +1,10 @@
 """Worker side: owns the slab, carries out the scheduler side's orders, decides nothing.
 
-A step: inject, zero freed pages, (forward pass,) capture, report. All work is put on the engine's own stream
-(or thread, on a CPU), in step order; that order is what makes it safe to give pages away in the step that
-reads them. To inject the later layers beside the forward pass, on a stream of its own, gains nothing: both
-live on the memory's bandwidth (docs/log.md).
+A step: inject, zero freed pages, load, (forward pass,) capture, save, report. All work is put on the
+engine's own stream (or thread, on a CPU), in step order; that order is what makes it safe to give pages away
+in the step that reads them. Only copies from and to lower tiers run beside it (`pool.lower`). To inject the
+later layers beside the forward pass, on a stream of its own, gains nothing: both live on the memory's
+bandwidth (docs/log.md).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from inferscale.connector.layout import BlockLayout, LayerCache, check_layout, p
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.movement import Caches, Mover, choose_mover
 from inferscale.errors import PoolTooLarge, UnsupportedLayout
+from inferscale.pool.disk import DiskStore
+from inferscale.pool.lower import LowerTiers
 from inferscale.pool.moves import Moves
 from inferscale.pool.slab import RowShape, Slab, num_pages
 from inferscale.rope import Rotary
@@ -43,6 +46,7 @@ class WorkerSide:
         num_blocks: int,
         block_size: int,
         free_bytes: Callable[[], int],
+        disk: DiskStore | None = None,
     ) -> None:
         self.config = config
         self.layers = layers
@@ -64,6 +68,8 @@ class WorkerSide:
             config.injection_path,
             compile=config.compile_injection,
         )
+        has_tiers = disk is not None or config.host_bytes > 0
+        self.lower = LowerTiers(self.slab, disk, self.mover.note_origins) if has_tiers else None
 
     def _probe(self, num_blocks: int) -> list[BlockLayout]:
         """Probe each distinct kind of cache once, then verify it on every layer."""
@@ -130,6 +136,9 @@ class WorkerSide:
                 self._fail(orders.injection)
         if orders.zero_pages is not None:
             self.mover.zero(orders.zero_pages)
+        if orders.tiers is not None and self.lower is not None:
+            self.lower.drop(orders.tiers.drops)
+            self.lower.load(orders.tiers.loads)
 
     def _fail(self, injection: Moves) -> None:
         self.failed_blocks.update(
@@ -137,22 +146,35 @@ class WorkerSide:
         )
 
     def after_forward(self, orders: StepOrders) -> None:
-        """Capture, and note the step for the report."""
+        """Capture, copy what was captured to lower tiers, and note the step for the report."""
         if orders.step == 0:
             return
+        saves = [] if orders.tiers is None else orders.tiers.saves
         if orders.capture is not None:
             try:
                 self.mover.capture(orders.capture)
             except Exception:  # captured KV is a cache: losing it costs time only
                 logger.exception("Capture failed; the segments stay text")
                 self._report.failed_captures.add(orders.step)
+                self._report.tiers.not_saved += [save.key for save in saves]
+                saves = []
+        if self.lower is not None:
+            self.lower.save(saves)
         self._report.done.add(orders.step)
 
     def take_report(self) -> StepReport | None:
-        if not self._report.done:
+        answers = None if self.lower is None else self.lower.take_answers()
+        if answers is not None:
+            self._report.tiers = self._report.tiers.merge(answers)
+        if not self._report.done and not self._report.tiers:
             return None
         report, self._report = self._report, StepReport()
         return report
+
+    def close(self) -> None:
+        """Finish what is being written to disk."""
+        if self.lower is not None:
+            self.lower.close()
 
     def take_failed_blocks(self) -> set[int]:
         failed, self.failed_blocks = self.failed_blocks, set()

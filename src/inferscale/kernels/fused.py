@@ -139,6 +139,9 @@ class FusedMover:
         """Overwrite pages of the slab with zeros. int32 [n]."""
         self._zero((len(pages), self._zero_blocks, 1), self._staging.put(pages))
 
+    def note_origins(self, rows: Int32Array, positions: Int32Array) -> None:
+        """Nothing to note: the kernels read the slab's own."""
+
     def stage(self, moves: Moves) -> torch.Tensor:
         """Start the copy of a table to the device; the copy is good until the current stream has used it."""
         return self._staging.put(np.frombuffer(moves.table, dtype=np.int32))

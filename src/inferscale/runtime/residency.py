@@ -3,6 +3,7 @@
 The scheduler side answers; the front end asks. One JSON object a line each way:
 
     {"op": "residency", "keys": [...]}   → {"resident": [true, ...]}
+    {"op": "keys", "tier": "disk"}       → {"keys": [...]}
     {"op": "outcome", "id": "..."}       → {"outcome": {...} | null}
     {"op": "stats"}                      → {"stats": {...}}
     {"op": "engine"}                     → {"engine": {"model": "fingerprint"}}
@@ -100,10 +101,14 @@ class ResidencyClient:
         self._buffer = b""
 
     def resident(self, keys: Sequence[str]) -> list[bool]:
-        """Which segments are in the pool now, in the order of `keys`."""
+        """Which segments are in the pool, or can be loaded into it, now; in the order of `keys`."""
         if not keys:
             return []
         return [bool(flag) for flag in self._ask({"op": "residency", "keys": list(keys)})["resident"]]
+
+    def keys(self, tier: str) -> list[str]:
+        """Keys of all segments in a lower tier; none where there is no such tier."""
+        return [str(key) for key in self._ask({"op": "keys", "tier": tier})["keys"]]
 
     def outcome(self, plan_id: str) -> dict[str, Any] | None:
         """What became of a plan, as soon as its request was scheduled; None if unknown."""

@@ -14,6 +14,8 @@ from inferscale.chat_plan import PreparedChat
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
+TIERS = ("host", "disk")
+
 _M = TypeVar("_M", Counter, Gauge, Histogram)
 
 
@@ -47,6 +49,15 @@ class Metrics:
         self.deleted = _metric(Counter, "inferscale_facts_deleted_total", "Facts deleted")
         self.encoded = _metric(Counter, "inferscale_facts_encoded_total", "Facts whose KV was captured")
         self.backlog = _metric(Gauge, "inferscale_encode_backlog", "Encode passes that wait or run")
+        self.tiers = _metric(
+            Gauge, "inferscale_tier_bytes", "Bytes of KV below the pool", labelnames=("tier", "state")
+        )
+        self.segments = _metric(
+            Gauge, "inferscale_tier_segments", "Segments below the pool", labelnames=("tier",)
+        )
+        self.hits = _metric(
+            Gauge, "inferscale_tier_hits", "Segments loaded from a tier since the start", labelnames=("tier",)
+        )
         self.pool = _metric(Gauge, "inferscale_pool_pages", "Pages of the KV pool", labelnames=("state",))
 
     def prepared(self, mode: str, chat: PreparedChat) -> None:
@@ -71,3 +82,11 @@ class Metrics:
         pages, free = int(stats.get("pages", 0)), int(stats.get("free_pages", 0))
         self.pool.labels("free").set(free)
         self.pool.labels("used").set(pages - free)
+        for tier in TIERS:
+            if f"{tier}_segments" not in stats:
+                continue
+            used, capacity = int(stats[f"{tier}_bytes"]), int(stats[f"{tier}_capacity_bytes"])
+            self.tiers.labels(tier, "used").set(used)
+            self.tiers.labels(tier, "free").set(max(0, capacity - used))
+            self.segments.labels(tier).set(int(stats[f"{tier}_segments"]))
+            self.hits.labels(tier).set(int(stats[f"{tier}_hits"]))

@@ -71,6 +71,9 @@ class EngineHost:
                     "pool_size_bytes": options.pool_tokens * _token_bytes(options.checkpoint),
                     "page_size_tokens": options.page_size_tokens,
                     "compile_injection": options.compile_injection,
+                    "host_size_bytes": options.host_tokens * _token_bytes(options.checkpoint),
+                    "disk_size_bytes": "1GiB" if options.disk else 0,
+                    "disk_dir": options.disk,
                     "runtime_dir": self._folder.name,
                 },
             )
@@ -281,7 +284,8 @@ class EngineHost:
         return dict(self._side.stats())
 
     def resident(self, keys: Sequence[str]) -> list[bool]:
-        return [self._side.table.is_resident(key) for key in keys]
+        found: list[bool] = self._side.answer({"op": "residency", "keys": list(keys)})["resident"]
+        return found
 
     def check_table(self) -> None:
         """Raise unless every page of the pool has one owner and the counts agree with the entries."""

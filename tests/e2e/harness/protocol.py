@@ -18,6 +18,7 @@ class EngineOptions:
 
     block_size: of the paged cache, None for vLLM's default (128 on a CPU). num_blocks: blocks of
     the paged cache. pool_tokens: capacity of the pool; 0 starts vLLM without the connector.
+    host_tokens: capacity of host memory below the pool. disk: folder of the copies on disk.
     num_threads: more than one is slow for models this small, above all where other processes run.
     """
 
@@ -30,6 +31,8 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     pool_tokens: int = 16384
     page_size_tokens: int = 16
+    host_tokens: int = 0
+    disk: str | None = None
     compile_injection: bool = False
     num_threads: int = 1
     environment: tuple[tuple[str, str], ...] = ()

@@ -1,0 +1,286 @@
+"""The scheduler side's decisions about the tiers below the pool (`pool.tiers`).
+
+    captured ──▶ save ordered with the capture ──▶ saved on all ranks: may be loaded from now on
+    request  ──▶ `prepare`: pages for what its prompt can use and lies below ──▶ it waits (vLLM asks again
+                 in every step) ──▶ loaded on all ranks: committed; the request is matched as any other
+
+What cannot be loaded, or not in time, is prefilled: a request waits at most `MAX_WAIT_S`, and for each
+segment once. Called from the engine's scheduler thread, except `find`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from inferscale.config import ConnectorConfig
+from inferscale.connector.locate import Placement
+from inferscale.errors import EngineError, InvalidConfig
+from inferscale.pool.disk import DiskStore, Listed
+from inferscale.pool.table import Entry, PageTable
+from inferscale.pool.tiers import (
+    Answers,
+    Copy,
+    Drop,
+    Load,
+    Save,
+    Tier,
+    TierAnswers,
+    TierName,
+    TierOrders,
+    sizes_of,
+)
+from inferscale.runtime.folder_lock import FolderLock
+
+logger = logging.getLogger(__name__)
+
+MAX_WAIT_S = 10.0
+"""A request waits no longer for segments: by then they would have been computed."""
+
+
+@dataclass
+class _Loading:
+    """source: the tier that is read. kept: also going into host memory. is_forgotten: meanwhile."""
+
+    source: Tier
+    kept: bool
+    is_forgotten: bool = False
+
+
+@dataclass
+class Wait:
+    """What one request waits for. keys: all that was asked for it; until_s: at the latest."""
+
+    keys: frozenset[str]
+    until_s: float
+
+
+class Tiering:
+    """tiers: nearest first. size_of: bytes that a segment of so many tokens takes in a tier, on each rank."""
+
+    def __init__(
+        self,
+        table: PageTable,
+        tiers: list[Tier],
+        size_of: Callable[[TierName, int], int],
+        num_ranks: int,
+    ) -> None:
+        self.table = table
+        self.tiers = tiers
+        self._size_of = size_of
+        self._saved = Answers(num_ranks)
+        self._loaded = Answers(num_ranks)
+        self._loading: dict[str, _Loading] = {}
+        self._orders = TierOrders()
+        self.lock: FolderLock | None = None
+        self.loads_failed = 0
+        self.saves_failed = 0
+
+    def find(self, key: str, num_tokens: int | None = None) -> Tier | None:
+        """The nearest tier that a segment can be loaded from. Safe from any thread."""
+        for tier in self.tiers:
+            copy = tier.get(key)
+            if copy is not None and tier.find(key, copy.num_tokens if num_tokens is None else num_tokens):
+                return tier
+        return None
+
+    # up ---------------------------------------------------------------------------------------
+
+    def prepare(self, placement: Placement, num_computed: int) -> Wait | None:
+        """Order the loads that this prompt can use; None where nothing has to be waited for.
+
+        It can use what continues the leading run: behind the first segment that is nowhere nothing is.
+        """
+        missing: list[tuple[str, int]] = []
+        resident: list[Entry] = []
+        for key, length, end in zip(placement.keys, placement.lengths, placement.ends, strict=True):
+            if end <= num_computed:
+                continue
+            entry = self.table.get(key)
+            if entry is not None and entry.is_resident and entry.num_tokens == length:
+                resident.append(entry)
+            elif key in self._loading or self.find(key, length) is not None:
+                missing.append((key, length))
+            else:
+                break
+        if not missing:
+            return None
+        self.table.touch(resident)  # room is not made of what the same prompt needs
+        waited = [key for key, length in missing if key in self._loading or self._load(key, length)]
+        return Wait(frozenset(waited), time.monotonic() + MAX_WAIT_S) if waited else None
+
+    def is_over(self, wait: Wait) -> bool:
+        return self._loading.keys().isdisjoint(wait.keys) or time.monotonic() > wait.until_s
+
+    def _load(self, key: str, num_tokens: int) -> bool:
+        tier = self.find(key, num_tokens)
+        if tier is None or self.table.holds(key):
+            return False
+        entry = self.table.reserve(key, num_tokens)
+        if entry is None:
+            return False
+        copy = tier.get(key)
+        assert copy is not None
+        copy.is_loading = True
+        keep = tier.name == "disk" and self._admit("host", key, num_tokens, copy.owner)
+        self._loading[key] = _Loading(tier, keep)
+        self._orders.loads.append(Load(key, entry.packed_rows, tier.name, keep))
+        return True
+
+    # down -------------------------------------------------------------------------------------
+
+    def save(self, entry: Entry, origin: int, owner: str) -> None:
+        """Order copies of a segment that this step captures, where no tier has one."""
+        names = [
+            tier.name for tier in self.tiers if self._admit(tier.name, entry.key, entry.num_tokens, owner)
+        ]
+        if names:
+            self._orders.saves.append(Save(entry.key, entry.packed_rows, origin, tuple(names)))
+
+    def restore(self, found: Iterable[Listed]) -> None:
+        """Note what lies on disk, least recently used first; whose it is, nobody knows any more."""
+        disk = next(tier for tier in self.tiers if tier.name == "disk")
+        for file in found:
+            evicted = disk.admit(Copy(file.key, file.num_tokens, file.size_bytes, "", is_ready=True))
+            self._orders.drops.append(Drop("disk", tuple([file.key] if evicted is None else evicted)))
+        self._orders.drops = [drop for drop in self._orders.drops if drop.keys]
+
+    def cancel_saves(self, keys: Iterable[str]) -> None:
+        """Their capture was not ordered after all."""
+        gone = set(keys)
+        cancelled = [save.key for save in self._orders.saves if save.key in gone]
+        self._orders.saves = [save for save in self._orders.saves if save.key not in gone]
+        self.forget(cancelled)
+
+    def _admit(self, name: TierName, key: str, num_tokens: int, owner: str) -> bool:
+        for tier in self.tiers:
+            if tier.name == name:
+                copy = Copy(key, num_tokens, self._size_of(name, num_tokens), owner)
+                evicted = tier.admit(copy)
+                if evicted:
+                    self._orders.drops.append(Drop(name, tuple(evicted)))
+                return evicted is not None
+        return False
+
+    # orders and answers -----------------------------------------------------------------------
+
+    def take_orders(self) -> TierOrders | None:
+        """Of this step."""
+        if not self._orders:
+            return None
+        orders, self._orders = self._orders, TierOrders()
+        return orders
+
+    def complete(self, answers: TierAnswers) -> None:
+        """What ranks have carried out, in this step or before."""
+        for key, is_good in self._saved.note(answers.saved, answers.not_saved):
+            if is_good:
+                for tier in self.tiers:
+                    if key not in self._loading:
+                        tier.ready(key)
+            else:
+                self.saves_failed += 1
+                self.forget([key])
+        for key, is_good in self._loaded.note(answers.loaded, answers.not_loaded):
+            self._complete_load(key, is_good)
+
+    def _complete_load(self, key: str, is_good: bool) -> None:
+        loading = self._loading.pop(key, None)
+        if loading is None:
+            return
+        copy = loading.source.get(key)
+        if copy is not None:
+            copy.is_loading = False
+        if is_good:
+            self.table.commit(key)
+            loading.source.use(key)
+            for tier in self.tiers:
+                tier.ready(key)
+        else:
+            self.loads_failed += 1
+            self.table.abandon(key)
+        if not is_good or loading.is_forgotten:
+            names = {loading.source.name} | ({"host"} if loading.kept else set())
+            for tier in self.tiers:
+                if tier.name in names:
+                    tier.remove(key)
+                    self._orders.drops.append(Drop(tier.name, (key,)))
+
+    def forget(self, keys: Iterable[str]) -> int:
+        """Remove all copies; how many segments had one. A load that is under way ends in nothing."""
+        wanted = list(keys)
+        known: set[str] = set()
+        for key in wanted:
+            if key in self._loading:
+                self._loading[key].is_forgotten = True
+        for tier in self.tiers:
+            gone = [key for key in wanted if tier.remove(key)]
+            known.update(gone)
+            # Also those that nothing is known of: a file may lie there from another start.
+            ordered = wanted if tier.name == "disk" else gone
+            if ordered:
+                self._orders.drops.append(Drop(tier.name, tuple(ordered)))
+        return len(known)
+
+    def clear(self) -> int:
+        return self.forget({key for tier in self.tiers for key in tier.all_keys()})
+
+    def close(self) -> None:
+        """Let others have the files."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def stats(self) -> dict[str, int]:
+        return {
+            **sizes_of(self.tiers),
+            "tier_loads_failed": self.loads_failed,
+            "tier_saves_failed": self.saves_failed,
+            "tier_loads_open": len(self._loading),
+        }
+
+
+def open_tiering(
+    config: ConnectorConfig, table: PageTable, store: DiskStore, num_ranks: int
+) -> Tiering | None:
+    """The tiers that the settings name, with what an earlier engine left on disk; None without any.
+
+    store: of the first rank, whose files stand for those of all. Files beyond the tier's size are removed,
+    the oldest first. Where another engine uses the files, this one goes without. Raises InvalidConfig where
+    the folder cannot be used.
+    """
+    tiers: list[Tier] = []
+    if config.host_bytes:
+        tiers.append(Tier("host", config.host_bytes, config.max_share))
+    lock = _locked(config, store) if config.disk_bytes else None
+    if lock is not None:
+        tiers.append(Tier("disk", config.disk_bytes, config.max_share))
+    if not tiers:
+        return None
+
+    def size_of(name: TierName, num_tokens: int) -> int:
+        return store.size_of(num_tokens) if name == "disk" else num_tokens * store.token_bytes
+
+    tiering = Tiering(table, tiers, size_of, num_ranks)
+    if lock is not None:
+        tiering.lock = lock
+        tiering.restore(sorted(store.scan(), key=lambda file: file.used_s))
+    return tiering
+
+
+def _locked(config: ConnectorConfig, store: DiskStore) -> FolderLock | None:
+    """The lock of the files, None where another engine has it: each knows only what it wrote itself."""
+    try:
+        store.open()
+        return FolderLock(store.folder.parent)
+    except EngineError:
+        logger.warning(
+            "Another engine uses the KV in %s; this one keeps none on disk. Give it a disk_dir of its own.",
+            config.disk_dir,
+        )
+        return None
+    except OSError as error:
+        raise InvalidConfig(
+            f"disk_dir {config.disk_dir} cannot be used: {error}. Name a folder that you can write to."
+        ) from error

@@ -1,0 +1,228 @@
+"""Tiers below the pool inside vLLM's real scheduler: what comes back is what was captured, or text."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from symbolic_engine import PAGE_SIZE, TOKEN_BYTES, SymbolicEngine, key_of
+
+from inferscale.connector import tiering as tiering_module
+from inferscale.errors import InvalidConfig
+from inferscale.plan import Order
+
+Make = Callable[..., SymbolicEngine]
+
+FACTS = [list(range(start, start + 12)) for start in range(100, 340, 12)]
+QUESTION = [7, 8, 9]
+KIB = 2**10
+
+
+@pytest.fixture
+def engine(make_engine: Make, runner: str, depth: int) -> SymbolicEngine:
+    """A pool of 9 pages, three facts, above host memory for all of them."""
+    return make_engine(runner=runner, depth=depth, pool_pages=9, host_size_bytes=64 * KIB)
+
+
+def remember(engine: SymbolicEngine, *facts: list[int]) -> None:
+    for number, fact in enumerate(facts):
+        engine.encode(f"encode {number} {fact[0]}", [3, *fact], (1, 1 + len(fact)))
+        engine.run()
+
+
+def chat(engine: SymbolicEngine, name: str, *facts: list[int]) -> dict[str, Any]:
+    engine.chat(name, [token for fact in facts for token in fact] + QUESTION, *facts)
+    engine.run()
+    outcome = engine.outcomes[name]
+    assert outcome is not None
+    return outcome
+
+
+def stats(engine: SymbolicEngine) -> dict[str, Any]:
+    return engine.side.stats()
+
+
+def is_resident(engine: SymbolicEngine, fact: list[int]) -> bool:
+    return engine.side.table.is_resident(key_of(fact))
+
+
+def test_what_was_pushed_out_comes_back(engine: SymbolicEngine) -> None:
+    remember(engine, *FACTS[:6])
+    assert not is_resident(engine, FACTS[0])
+    assert engine.side.answer({"op": "residency", "keys": [key_of(FACTS[0]), "other"]})["resident"] == [
+        True,
+        False,
+    ]
+    outcome = chat(engine, "chat", FACTS[0], FACTS[1])
+    assert outcome["injected_tokens"] == 24
+    assert is_resident(engine, FACTS[0])
+    assert stats(engine)["host_hits"] == 2
+    engine.check_idle()
+
+
+def test_a_request_waits_and_others_run(engine: SymbolicEngine) -> None:
+    remember(engine, *FACTS[:6])
+    engine.worker.load_steps = 8
+    engine.chat("waits", FACTS[0] + QUESTION, FACTS[0])
+    engine.add("runs", [5] * 20, max_tokens=2)
+    for _ in range(6):
+        engine.step()
+    assert engine.finish_reasons.get("runs") is not None
+    assert "waits" not in engine.finish_reasons
+    engine.run()
+    outcome = engine.outcomes["waits"]
+    assert outcome is not None
+    assert outcome["injected_tokens"] == 12
+    engine.check_idle()
+
+
+def test_what_cannot_be_loaded_is_prefilled_and_forgotten(engine: SymbolicEngine) -> None:
+    remember(engine, *FACTS[:6])
+    engine.worker.failing_loads = True
+    assert chat(engine, "chat", FACTS[0])["injected_tokens"] == 0
+    assert stats(engine)["tier_loads_failed"] == 1
+    assert engine.side.answer({"op": "residency", "keys": [key_of(FACTS[0])]})["resident"] == [False]
+    assert ("host", key_of(FACTS[0])) not in engine.worker.lower
+    engine.worker.failing_loads = False
+    remember(engine, FACTS[0])  # encoded anew
+    assert chat(engine, "again", FACTS[0])["injected_tokens"] == 12
+    engine.check_idle()
+
+
+def test_nobody_waits_for_ever(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiering_module, "MAX_WAIT_S", 0.0)
+    remember(engine, *FACTS[:6])
+    engine.worker.load_steps = 20
+    assert chat(engine, "chat", FACTS[0])["injected_tokens"] == 0
+    engine.add("filler", [5] * 20, max_tokens=30)
+    engine.run()
+    engine.check_idle()
+
+
+def test_forgotten_in_every_tier(engine: SymbolicEngine) -> None:
+    remember(engine, *FACTS[:6])
+    keys = tuple(key_of(fact) for fact in FACTS[:6])
+    engine.order("forget", Order("forget", keys))
+    engine.run()
+    assert engine.worker.lower == {}
+    assert stats(engine)["host_bytes"] == stats(engine)["host_segments"] == 0
+    assert not any(engine.side.answer({"op": "residency", "keys": list(keys)})["resident"])
+    engine.check_idle()
+
+
+def test_forgotten_while_it_is_loaded(engine: SymbolicEngine) -> None:
+    remember(engine, *FACTS[:6])
+    engine.worker.load_steps = 6
+    engine.chat("waits", FACTS[0] + QUESTION, FACTS[0])
+    engine.step()
+    engine.order("forget", Order("forget", (key_of(FACTS[0]),), (("scope", 1),)))
+    engine.run()
+    outcome = engine.outcomes["waits"]
+    assert outcome is not None
+    assert outcome["injected_tokens"] == 0
+    assert not is_resident(engine, FACTS[0])
+    engine.add("filler", [5] * 20, max_tokens=4)
+    engine.run()
+    assert all(key != key_of(FACTS[0]) for _, key in engine.worker.lower)
+    engine.check_idle()
+
+
+def test_a_reset_empties_every_tier(engine: SymbolicEngine) -> None:
+    remember(engine, *FACTS[:6])
+    engine.side.reset()
+    engine.add("filler", [5] * 20)
+    engine.run()
+    assert engine.worker.lower == {}
+    assert stats(engine)["host_segments"] == 0
+
+
+def test_a_failed_save_leaves_nothing(engine: SymbolicEngine) -> None:
+    engine.worker.failing_saves = True
+    remember(engine, *FACTS[:6])
+    engine.add("filler", [5] * 20)
+    engine.run()
+    assert stats(engine)["tier_saves_failed"] == 6
+    assert stats(engine)["host_segments"] == 0
+    assert chat(engine, "chat", FACTS[0])["injected_tokens"] == 0
+    engine.check_idle()
+
+
+def test_the_longest_unused_go_for_new_ones(make_engine: Make) -> None:
+    four = 4 * 12 * TOKEN_BYTES
+    engine = make_engine(pool_pages=3, host_size_bytes=four, max_share=1.0)
+    remember(engine, *FACTS[:4])
+    assert chat(engine, "use", FACTS[0])["injected_tokens"] == 12  # kept before those that never came back
+    remember(engine, FACTS[4], FACTS[5])
+    tier = engine.side.tiering.tiers[0]  # type: ignore[union-attr]
+    assert set(tier.all_keys()) == {key_of(FACTS[n]) for n in (0, 3, 4, 5)}
+    assert set(engine.worker.lower) == {("host", key) for key in tier.all_keys()}
+    engine.check_idle()
+
+
+def test_random_work_on_two_tiers(make_engine: Make, runner: str, depth: int, tmp_path: Path) -> None:
+    """The symbolic worker compares every slot that is read with what belongs there."""
+    size = 12 * TOKEN_BYTES
+    engine = make_engine(
+        runner=runner,
+        depth=depth,
+        pool_pages=4 * PAGE_SIZE,
+        num_blocks=24,
+        host_size_bytes=6 * size,
+        disk_size_bytes=12 * (size + 100),
+        disk_dir=str(tmp_path),
+        max_share=1.0,
+    )
+    numbers = random.Random(5)
+    for step in range(150):
+        action = numbers.random()
+        facts = numbers.sample(FACTS, numbers.randint(1, 4))
+        engine.worker.load_steps = numbers.randint(1, 5)
+        engine.worker.failing_loads = numbers.random() < 0.1
+        engine.worker.failing_saves = numbers.random() < 0.1
+        if action < 0.4:
+            fact = facts[0]
+            engine.encode(f"e{step}", [3, *fact], (1, 13))
+        elif action < 0.9:
+            prompt = [token for fact in facts for token in fact] + QUESTION
+            engine.chat(f"c{step}", prompt, *facts, max_tokens=numbers.randint(1, 8))
+        else:
+            engine.order(f"o{step}", Order("forget", (key_of(facts[0]),)))
+        for _ in range(numbers.randint(0, 6)):
+            if engine.scheduler.has_requests():
+                engine.step()
+    engine.worker.failing_loads = engine.worker.failing_saves = False
+    engine.run()
+    engine.add("filler", [5] * 20, max_tokens=12)
+    engine.run()
+    found = stats(engine)
+    assert found["tokens_injected"] > 0
+    assert found["host_hits"] > 0
+    assert found["disk_hits"] > 0
+    engine.check_idle()
+
+
+def test_settings_that_do_not_go_together(make_engine: Make) -> None:
+    with pytest.raises(InvalidConfig, match="without disk_dir"):
+        make_engine(disk_size_bytes=1000)
+
+
+def test_one_engine_at_a_time_has_the_files(
+    make_engine: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"pool_pages": 9, "disk_size_bytes": 64 * KIB, "disk_dir": str(tmp_path)}
+    first = make_engine(**settings)
+    second = make_engine(**settings)
+    assert first.side.tiering is not None
+    assert second.side.tiering is None
+    assert "Another engine uses the KV" in caplog.text
+    first.close()
+    assert make_engine(**settings).side.tiering is not None
+
+
+def test_a_folder_that_cannot_be_used_is_named(make_engine: Make, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(InvalidConfig, match=r"file/kv cannot be used"):
+        make_engine(disk_size_bytes=64 * KIB, disk_dir=str(tmp_path / "file" / "kv"))

@@ -1,0 +1,89 @@
+"""KV that left the pool comes back from host memory and from disk as it was, or is prefilled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.engine import EngineCache
+from harness.mixes import Author, Part, Stored
+from inferscale.plan import Order
+from inferscale.windows import sliding, window
+
+pytestmark = pytest.mark.engine
+
+PAGE = 16
+SMALL = {"block_size": 32, "pool_tokens": 49 * PAGE, "page_size_tokens": PAGE}
+
+
+def push_out(a: Author, facts: list[Stored]) -> None:
+    """Fill the pool with other facts; those of the argument are in lower tiers only."""
+    before = a.engine.stats()["evictions"]
+    a.store_facts([16] * 49, sliding(2, 60))
+    assert a.engine.stats()["evictions"] >= before + len(facts)
+
+
+@pytest.fixture
+def model() -> str:
+    """Of all tests here."""
+    return "llama"
+
+
+def test_host_memory_gives_back_the_same(author: Callable[..., Author], model: str) -> None:
+    a = author(model, **SMALL, host_tokens=8192)
+    facts = a.store_facts([40] * 6, window(2))
+    parts: list[Part] = [*facts, a.text(20)]
+    first = a.ask(parts, num_steps=2)
+    push_out(a, facts)
+    assert a.engine.resident([fact.key for fact in facts]) == [True] * 6
+    again = a.ask(parts, num_steps=2, scope="another epoch's salt")
+    assert again.outcome is not None
+    assert again.outcome["injected_tokens"] == 240
+    assert np.array_equal(again.logits, first.logits)
+    stats = a.engine.stats()
+    assert stats["host_hits"] >= 6
+    assert stats["tier_loads_failed"] == stats["internal_errors"] == 0
+
+
+def test_disk_outlives_the_engine_and_damage_costs_a_prefill(
+    author: Callable[..., Author],
+    engine: EngineCache,
+    checkpoint: Callable[[str], Path],
+    model: str,
+    tmp_path: Path,
+) -> None:
+    options = {**SMALL, "disk": str(tmp_path)}
+    a = author(model, **options)
+    facts = a.store_facts([40] * 6, window(2))
+    keys = [fact.key for fact in facts]
+    parts: list[Part] = [*facts, a.text(20)]
+    first = a.ask(parts, num_steps=2)
+    a.engine.close()
+
+    a.engine = engine(checkpoint(model), **options)
+    assert a.engine.resident(keys) == [True] * 6
+    again = a.ask(parts, num_steps=2)
+    assert again.outcome is not None
+    assert again.outcome["injected_tokens"] == 240
+    assert np.array_equal(again.logits, first.logits)
+    assert a.engine.stats()["disk_hits"] == 6
+
+    push_out(a, facts)
+    [damaged] = tmp_path.rglob(keys[2])
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    answer = a.ask(parts, num_steps=2, scope="other")
+    assert answer.outcome is not None
+    assert answer.outcome["injected_tokens"] == 80
+    assert not damaged.exists()
+    assert a.engine.stats()["tier_loads_failed"] == 1
+    assert a.difference(parts, answer, 80) <= 2 * a.baseline([260] * 4, 2)
+
+    a.engine.ask([1], a.engine.plan(order=Order("forget", tuple(keys))))
+    a.engine.close()
+    assert [path for key in keys for path in tmp_path.rglob(key)] == []
+    assert list(tmp_path.rglob("*/rank-0/*/*"))  # what others said is there
