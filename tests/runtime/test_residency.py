@@ -212,7 +212,10 @@ def test_a_client_notices_that_the_server_behind_its_connection_is_another(
     second.close()
 
 
-def test_a_server_that_hangs_is_an_error_and_not_a_wait_for_ever(folder: Path, connect: Connect) -> None:
+def test_a_server_that_hangs_is_an_error_and_not_a_wait_for_ever(
+    folder: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inferscale.runtime.residency._SILENCE_S", 0.0)
     waiting = threading.Event()
     server = ResidencyServer(folder, lambda question: {"stats": {}} if waiting.wait(5) else {})
     client = connect(timeout_s=0.1)
@@ -221,6 +224,26 @@ def test_a_server_that_hangs_is_an_error_and_not_a_wait_for_ever(folder: Path, c
     waiting.set()
     assert client.stats() == {}, "the late answer to the first question is not taken for this one"
     server.close()
+
+
+def test_while_a_server_hangs_others_do_not_wait_as_well(folder: Path, connect: Connect) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind(str(folder / "residency.sock"))
+        listening.listen(64)
+        listening.setblocking(False)
+        client = connect(timeout_s=0.2)
+
+        def ask(number: int) -> str:
+            with pytest.raises(EngineError) as error:
+                client.model()
+            return str(error.value)
+
+        with ThreadPoolExecutor(8) as pool:
+            errors = list(pool.map(ask, range(8)))
+        assert sum("has just not answered" in error for error in errors) == 7
+        listening.accept()[0].close()
+        with pytest.raises(BlockingIOError):  # one of eight has asked
+            listening.accept()
 
 
 def test_no_engine(connect: Connect) -> None:

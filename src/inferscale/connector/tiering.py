@@ -46,6 +46,7 @@ class _Loading:
 
     source: Tier
     kept: bool
+    start_s: float
     is_forgotten: bool = False
 
 
@@ -125,7 +126,7 @@ class Tiering:
         assert copy is not None
         copy.is_loading = True
         keep = tier.name == "disk" and self._admit("host", key, num_tokens, copy.owner)
-        self._loading[key] = _Loading(tier, keep)
+        self._loading[key] = _Loading(tier, keep, time.monotonic())
         self._orders.loads.append(Load(key, entry.packed_rows, tier.name, keep))
         return True
 
@@ -196,6 +197,7 @@ class Tiering:
         if is_good:
             self.table.commit(key)
             loading.source.use(key)
+            loading.source.load_s += time.monotonic() - loading.start_s
             for tier in self.tiers:
                 tier.ready(key)
         else:

@@ -51,6 +51,8 @@ class Tier:
         self.used_bytes = 0
         self.num_evicted = 0
         self.num_hits = 0
+        self.load_s = 0.0
+        """From the order of a load to its answer, which comes with a step; of all hits together."""
         self._max_share = max_share
         self._copies: dict[str, Copy] = {}
         # Least recently used first, of each owner: what never was loaded again, and what was.
@@ -246,5 +248,6 @@ def sizes_of(tiers: Sequence[Tier]) -> dict[str, int]:
             ("capacity_bytes", tier.capacity_bytes),
             ("hits", tier.num_hits),
             ("evictions", tier.num_evicted),
+            ("load_ms", round(tier.load_s * 1e3)),
         )
     }

@@ -20,6 +20,7 @@ import os
 import socket
 import socketserver
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,6 +31,8 @@ from inferscale.errors import EngineError
 logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "residency.sock"
+_SILENCE_S = 1.0
+"""So long nobody asks again where an answer did not come: whoever waits meanwhile would wait as long."""
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
@@ -97,6 +100,7 @@ class ResidencyClient:
         self._path = folder / SOCKET_NAME
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
+        self._silent_until_s = 0.0
         self._socket: socket.socket | None = None
         self._buffer = b""
 
@@ -129,13 +133,17 @@ class ResidencyClient:
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
+            if time.monotonic() < self._silent_until_s:
+                raise EngineError(f"The engine has just not answered on {self._path}. Is it running?")
             for attempt in (1, 2):
                 try:
                     reply = self._exchange(question)
                     break
                 except OSError as error:
                     self._disconnect()
-                    if attempt == 2:
+                    if attempt == 2 or isinstance(error, TimeoutError):
+                        if isinstance(error, TimeoutError):
+                            self._silent_until_s = time.monotonic() + _SILENCE_S
                         raise EngineError(
                             f"The engine does not answer on {self._path}: {error}. Is it running?"
                         ) from error
