@@ -41,6 +41,11 @@ class FakeEngine:
         self.limits: dict[str, Any] = {}
         self.is_closed = False
         self.residency = self
+        self.on_disk: list[str] = []
+
+    def keys(self, tier: str) -> list[str]:
+        assert tier == "disk"
+        return self.on_disk
 
     def stream(self, requests: Iterable[GenerationRequest], **limits: Any) -> Generator[Finished, None, None]:
         self.limits = limits
@@ -269,3 +274,15 @@ def test_passes_that_a_deletion_has_overtaken_do_not_run(
     assert set(keys.values()) <= engine.pool
     if elsewhere:
         deleter.close()
+
+
+def test_keys_on_disk_that_no_fact_has_are_strays(
+    catalog: Catalog, runner: EncodeRunner, engine: FakeEngine
+) -> None:
+    facts = said(catalog, ANA, 4)
+    runner.encode_new(ANA)
+    engine.on_disk = [*engine.pool, "a turn of a talk"]
+    assert runner.jobs.strays() == ["a turn of a talk"], "the anchor belongs to everybody"
+    keys = catalog.delete(facts[1].id).keys
+    assert len(keys) == 3
+    assert set(runner.jobs.strays()) == {"a turn of a talk", *keys}
