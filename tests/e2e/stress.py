@@ -25,8 +25,8 @@ from inferscale.models import ensure_demo_model
 from memory_server import MODEL, MemoryServer, events
 
 SMALL = (
-    *("--pool-size", "40MiB"),  # 1,820 tokens of SmolLM2: about half of 32 users
-    *("--block-size", "32", "--num-gpu-blocks-override", "32", "--max-model-len", "512"),
+    *("--disk-size", "1GiB", "--pool-size", "40MiB"),  # 1,820 tokens of SmolLM2: about half of 32 users
+    *("--block-size", "32", "--num-gpu-blocks-override", "20", "--max-model-len", "512"),
 )
 """Flags of a server that evicts and preempts all the time."""
 FACTS = 6

@@ -6,10 +6,12 @@ killed in the end, and two go on with what it left, one of them with two API pro
 
 from __future__ import annotations
 
+import sqlite3
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -205,12 +207,13 @@ def test_nothing_of_it_is_in_the_log(server: MemoryServer) -> None:
 
 class Restarted(NamedTuple):
     """Two servers on the data of the one that was killed. other: with two API processes, and
-    shares what users tell an agent."""
+    shares what users tell an agent. saved: keys of the KV that it left on disk."""
 
     one: MemoryServer
     other: MemoryServer
     ledgers: list[Ledger]
     database: Path
+    saved: set[str]
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +222,8 @@ def restarted(
 ) -> Iterator[Restarted]:
     ledgers = write_and_kill(server, num_writers=6, seconds=3)
     data = server.log_path.parent / "memory"
+    saved = {path.name for path in (data / "kv").rglob("*/rank-0/*/*") if not path.name.startswith(".")}
+    assert saved
     flags = (*SMALL, "--data-dir", str(data))
     folders = [tmp_path_factory.mktemp(name) for name in ("one", "other")]
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
@@ -228,13 +233,29 @@ def restarted(
             serving_from_two(model, folders[1], *flags, "--share-agents"),
         )
         one, other = pool.map(stack.enter_context, starts)
-        yield Restarted(one, other, ledgers, data / "catalog.sqlite3")
+        yield Restarted(one, other, ledgers, data / "catalog.sqlite3", saved)
 
 
 def test_a_killed_server_has_lost_nothing_that_it_answered_for(restarted: Restarted) -> None:
     outcome = check_survived(restarted.one, restarted.ledgers, restarted.database)
     assert outcome.problems == []
     assert outcome.counts["facts_checked"] > 20
+
+
+def test_its_kv_on_disk_is_used_again_and_that_of_deleted_facts_is_gone(restarted: Restarted) -> None:
+    """One of the two has the files; what opens every prompt is kept and belongs to no fact."""
+    with closing(sqlite3.connect(restarted.database)) as raw:
+        known = {key for (key,) in raw.execute("SELECT key FROM encodings")}
+    folder = restarted.database.parent / "kv"
+    end_s = time.monotonic() + 30
+    while True:
+        left = {path.name for path in folder.rglob("*/rank-0/*/*")}
+        strays = left & restarted.saved - known
+        if len(strays) <= 1 or time.monotonic() > end_s:
+            break
+        time.sleep(0.2)
+    assert len(strays) <= 1
+    assert left & restarted.saved & known
 
 
 def test_two_servers_on_one_folder_know_what_the_other_did(restarted: Restarted) -> None:

@@ -355,3 +355,24 @@ def test_many_at_a_time() -> None:
         await passes.gate.drained()
 
     assert sorted(in_loop(test).log) == sorted(f"n{n}" for n in range(50))
+
+
+def test_work_that_is_being_chosen_still_waits() -> None:
+    """Else whoever waits for the end of encoding goes on before it has begun."""
+
+    async def test(passes: Passes) -> None:
+        chosen, is_choosing = asyncio.Event(), asyncio.Event()
+
+        async def choose() -> Sequence[str]:
+            is_choosing.set()
+            await chosen.wait()
+            return ("a",)
+
+        passes.gate.put("slow", choose)
+        await is_choosing.wait()
+        assert passes.gate.num_waiting == 1
+        chosen.set()
+        await passes.gate.drained()
+        assert passes.gate.num_waiting == 0
+
+    assert in_loop(test).log == ["a"]

@@ -43,6 +43,7 @@ class Gate(Generic[_J]):
         self._waiting: dict[str, Choose[_J]] = {}
         self._urgent: dict[str, Choose[_J]] = {}
         self._num_running = 0
+        self._num_choosing = 0
         self._num_chats = 0
         self._last_chat_s = float("-inf")
         self._wake = asyncio.Event()
@@ -55,7 +56,8 @@ class Gate(Generic[_J]):
     @property
     def num_waiting(self) -> int:
         """Passes that are chosen and not done, and work of which they are not chosen yet."""
-        return len(self._chosen) + self._num_running + len(self._waiting) + len(self._urgent)
+        waiting = len(self._waiting) + len(self._urgent) + self._num_choosing
+        return len(self._chosen) + self._num_running + waiting
 
     @property
     def is_idle(self) -> bool:
@@ -137,11 +139,14 @@ class Gate(Generic[_J]):
         self._is_busy = True
         name = next(iter(waiting))
         choose = waiting.pop(name)
+        self._num_choosing = 1
         try:
             jobs = await choose()
         except Exception:  # this task is its root
             logger.exception("Facts could not be prepared for encoding; they stay text")
             return
+        finally:
+            self._num_choosing = 0
         if is_urgent:
             self._chosen.extendleft(reversed(jobs))
         else:
