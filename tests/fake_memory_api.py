@@ -102,7 +102,15 @@ class FakeMemoryApi:
         items = body.get("items") or [{"text": body["text"]}] if "messages" not in body else []
         for message in body.get("messages", ()):
             items.append({"text": message["content"], "speaker": message["role"]})
-        return {"object": "list", "data": [self.store(scope, body, each) for each in items], "pending": 3}
+        stored = [self.store(scope, body, each) for each in items]
+        added = {"object": "list", "data": stored, "pending": 3, "events": None, "warning": None}
+        if body.get("infer"):
+            added["events"] = [
+                {"event": "UPDATE", "id": each["id"], "text": each["text"], "previous_text": "It was so.",
+                 "reason": None, "previous_id": "old", "newer": 1}
+                for each in stored
+            ]  # fmt: skip
+        return added
 
     def store(
         self, scope: dict[str, Any], body: dict[str, Any], item: dict[str, Any], id: str | None = None

@@ -27,7 +27,9 @@ _FIELDS = {
     "top_k": _COUNTS,
     "tail": _COUNTS,
     "mode": st.sampled_from(_MODES),
-    "store": st.booleans(),
+    "store": st.booleans() | st.just("infer"),
+    "filters": st.none()
+    | st.dictionaries(st.sampled_from(["topic", "n"]), st.integers(0, 9) | st.just({"in": [1]})),
 }
 _BAD_FIELDS = {
     "user_id": _BAD_IDS,
@@ -36,7 +38,8 @@ _BAD_FIELDS = {
     "top_k": _BAD_COUNTS,
     "tail": _BAD_COUNTS,
     "mode": ANYTHING.filter(lambda value: value not in _MODES),
-    "store": ANYTHING.filter(lambda value: not isinstance(value, bool)),
+    "store": ANYTHING.filter(lambda value: not isinstance(value, bool) and value != "infer"),
+    "filters": ANYTHING.filter(lambda value: value is not None and not isinstance(value, dict)),
 }
 
 

@@ -80,7 +80,11 @@ def test_a_run(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert read_rows(out) == rows
     assert {row["model"] for row in rows} == {"words", "others"}
     assert len({row["run"] for row in rows}) == 1
-    found = {(row["metric"], row["k"]): row for row in rows if row["model"] == "words"}
+    found = {
+        (row["metric"], row["k"]): row
+        for row in rows
+        if row["model"] == "words" and row["mode"] in ("semantic", None)
+    }
     # One of one, one of two, one of two, one of one; all turns are among the best five.
     assert found["recall", 1]["p50"] == 0.75
     assert found["recall", 5]["p50"] == 1.0
@@ -90,8 +94,10 @@ def test_a_run(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert 0.5 <= low <= 0.75 <= high <= 1
     assert found["embed_query", None]["n"] == 4
     searches = [row["config"]["other_facts"] for row in rows if row["metric"] == "search"]
-    assert searches == [0, 50, 0, 50]
-    assert "recall @1 0.750, @5 1.000" in said[1]
+    assert searches == [0, 0, 50, 50] * 2
+    assert {row["mode"] for row in rows if row["metric"] == "recall"} == {"semantic", "hybrid"}
+    assert found["recall", 1]["config"]["retrieval"]["lexical_weight"] == 0
+    assert "recall @1 0.7500, @5 1.0000" in said[1]
 
 
 def test_what_cannot_be_run(file: Path, tmp_path: Path) -> None:

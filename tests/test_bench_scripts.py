@@ -174,3 +174,21 @@ def test_serve_refuses_unknown_parts() -> None:
     assert serve.parse(["--parts", "chat, encoding"]).parts == ["chat", "encoding"]
     with pytest.raises(SystemExit):
         serve.parse(["--parts", "chat,chats"])
+
+
+def test_scale_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scale = script("scale")
+    monkeypatch.setattr(scale, "NUM_TIMED", 5)
+    out = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(scale, "NUM_RESET", 80)
+    sizes = ["--facts", "1000", "--users", "13", "--big", "200"]
+    monkeypatch.setattr(sys, "argv", ["scale.py", *sizes, "--folder", str(tmp_path), "--out", str(out)])
+    scale.main()
+    rows = read_rows(out)
+    metrics = {row["metric"] for row in rows}
+    assert metrics >= {"add_batch_time", "start_time", "search_time", "page_time", "delete_time", "memory"}
+    deleted = [row["config"]["num_facts"] for row in rows if row["metric"] == "delete_all_time"]
+    assert deleted == [80, 200]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+    with pytest.raises(SystemExit):
+        scale.parse(["--facts", "100"])

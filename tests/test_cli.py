@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 from click.testing import CliRunner, Result
 
@@ -109,9 +111,35 @@ def test_add_messages(folder: Path) -> None:
     ]
 
 
+def test_add_what_a_model_extracts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over HTTP: it needs no engine."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
+    seen = []
+
+    def post(self: httpx.Client, url: str, *, json: Any, headers: Any) -> httpx.Response:
+        seen.append((url, json["model"], headers))
+        fact = '{"facts": [{"line": 1, "text": "Cy moved to Turin on 31 May 2025."}], "nothing": false}'
+        return httpx.Response(200, json={"choices": [{"message": {"content": fact}}]})
+
+    monkeypatch.setattr(httpx.Client, "post", post)
+    where = ("--data-dir", str(folder), "--user-id", "cy", "--said-at", "1 June 2025")
+    model = ("--infer", "--infer-url", "http://there/v1", "--model", "tiny")
+    result = run("add", "I moved to Turin yesterday.", *where, *model)
+    assert result.exit_code == 0, result.output
+    event, _, text = result.stdout.strip().split(maxsplit=2)
+    assert (event, text) == ("ADD", "Cy moved to Turin on 31 May 2025.")
+    assert "Stored 1 fact." in result.stderr
+    assert seen == [("http://there/v1/chat/completions", "tiny", {"Authorization": "Bearer sk-test"})]
+    again = run("add", "I moved to Turin yesterday.", *where, *model, "--json")
+    assert json.loads(again.stdout)["event"] == "NONE"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["add", "x", "--user-id", "ana", "--model", "tiny"], "add --infer"),
+        (["add", "x", "--user-id", "ana", "--infer", "--infer-url", "http://a"], "--infer-url needs --model"),
+        (["add", "x", "--user-id", "ana", "--infer", "--infer-url", "a", "--model", "b"], "base_url is 'a'"),
         (["add", "  ", "--user-id", "ana"], "blank"),
         (["add", "text"], "no scope was given"),
         (["add", "--user-id", "ana"], "either TEXT or --messages"),

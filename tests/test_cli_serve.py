@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -367,6 +368,7 @@ def test_a_dry_run_prints_the_command_for_a_shell(monkeypatch: pytest.MonkeyPatc
 def test_vllm_takes_the_place_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, Sequence[str], Mapping[str, str]]] = []
     monkeypatch.setattr(os, "execvpe", lambda *arguments: started.append(arguments))
+    monkeypatch.setattr("inferscale.cli.serve._check_free", lambda host, port: None)
     monkeypatch.setenv("VLLM_API_KEY", "hidden")
     result = run("org/model", "--hf-token", "secret", "--seed", "0")
     assert result.exit_code == 0, result.output
@@ -384,6 +386,45 @@ def test_vllm_takes_the_place_of_the_process(monkeypatch: pytest.MonkeyPatch) ->
     run("org/model")
     ids = [transfer(found)["engine_id"] for _, found, _ in started]
     assert len(set(ids)) == 2
+
+
+@pytest.mark.parametrize("flags", [("--port", "{}"), ("--port={}", "--host", "127.0.0.1")])
+def test_a_port_that_is_taken_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
+) -> None:
+    started: list[object] = []
+    monkeypatch.setattr(os, "execvpe", lambda *arguments: started.append(arguments))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        result = run("org/model", *(flag.format(port) for flag in flags))
+        assert result.exit_code == 1
+        assert f"Port {port} is in use" in result.output
+        assert started == []
+    assert run("org/model", *(flag.format(port) for flag in flags)).exit_code == 0
+    assert len(started) == 1
+
+
+def test_where_it_will_listen() -> None:
+    assert make().address == ("127.0.0.1", 8000)
+    assert make("--port=9", "--host", "::1").address == ("::1", 9)
+    assert make("--host", "0.0.0.0", environment={"VLLM_API_KEY": "k"}).address == ("0.0.0.0", 8000)
+    assert make(environment={"VLLM_API_KEY": "k"}).address == ("", 8000)
+    assert make("--uds", "/tmp/socket").address is None
+
+
+def test_room_below_the_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(os, "execvpe", lambda *arguments: pytest.fail("started"))
+    sizes = ("--host-size", "2GiB", "--disk-size", "10GB")
+    result = run("org/model", *sizes, "--data-dir", str(tmp_path), "--print-command")
+    assert result.exit_code == 0, result.output
+    settings = transfer(shlex.split(result.stdout))["kv_connector_extra_config"]
+    assert settings["host_size_bytes"] == 2 * GIB
+    assert (settings["disk_size_bytes"], settings["disk_dir"]) == (10**10, str(tmp_path / "kv"))
+    wrong = run("org/model", "--host-size", "much")
+    assert wrong.exit_code == 2
+    assert "--host-size is 'much'" in wrong.output
 
 
 def test_what_is_refused_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from fake_memory_api import Caller, FakeMemoryApi, served, stream_of
 from inferscale import AsyncClient, Client, Turn
 from inferscale.client import (
     BadRequest,
+    Change,
     ChatReply,
     ConnectionFailed,
     HistoryEvent,
@@ -97,6 +98,16 @@ def test_add_takes_exactly_one_content(client: Any, api: FakeMemoryApi, given: d
     with pytest.raises(InvalidInput, match="one of text, messages and items"):
         client.add(**given, user_id="ana")
     assert not api.requests
+
+
+def test_extraction_says_what_became_of_each_fact(client: Any, api: FakeMemoryApi) -> None:
+    added = client.add(messages=[{"role": "user", "content": "It is so."}], user_id="ana", infer=True)
+    assert api.requests[-1][3]["infer"] is True
+    assert added.events == (Change("UPDATE", "m0", "It is so.", "It was so.", None, "old"),)
+    assert added.warning is None
+    plain = client.add("It is so.", user_id="ana")
+    assert "infer" not in api.requests[-1][3]
+    assert plain.events == ()
 
 
 def test_search_gives_memories_with_scores(client: Any, api: FakeMemoryApi) -> None:

@@ -1,8 +1,10 @@
-from datetime import UTC, datetime
+from __future__ import annotations
+
+from datetime import UTC, date, datetime
 
 import pytest
 
-from inferscale.dates import read_time
+from inferscale.dates import read_date, read_time
 
 
 @pytest.mark.parametrize(
@@ -38,3 +40,16 @@ def test_a_time_that_is_named(text: str, wanted: tuple[int, int, int]) -> None:
 )
 def test_nothing_is_guessed(text: str | None) -> None:
     assert read_time(text) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "day"),
+    [
+        ("2023-05-08T00:30:00+02:00", date(2023, 5, 8)),  # in UTC it is the day before
+        ("8 May 2023, 11:56 pm", date(2023, 5, 8)),
+        ("8 May", None),
+        (None, None),
+    ],
+)
+def test_a_day_is_that_of_the_time_zone_that_is_named(text: str | None, day: date | None) -> None:
+    assert read_date(text) == day

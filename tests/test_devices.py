@@ -145,9 +145,9 @@ def test_an_index_that_cannot_grow_on_the_gpu_lies_on_the_cpu(
 ) -> None:
     grown = index_module._grown
 
-    def growing(table: Any, num_rows: int, dim: int, device: torch.device) -> Any:
+    def growing(table: Any, num_rows: int, reserved: int, dim: int, device: torch.device) -> Any:
         fail(device)
-        return grown(table, num_rows, dim, device)
+        return grown(table, num_rows, reserved, dim, device)
 
     monkeypatch.setattr(index_module, "_grown", growing)
     ids, codes, vectors = rows(5)

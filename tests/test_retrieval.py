@@ -542,3 +542,17 @@ def test_all_minilm_knows_what_is_similar() -> None:
         ["What is the name of her dog?", "My puppy is called Rex.", "The train leaves at nine."]
     )
     assert float(query @ near) > float(query @ far) + 0.2
+
+
+def test_room_for_rows_is_made_once() -> None:
+    """A growing table holds old and new rows at a time, and rows that are not used yet take memory."""
+    index = VectorIndex(DIM)
+    index.reserve(1000)
+    for start in range(0, 1000, 100):
+        vectors = np.eye(DIM, dtype=np.float32)[np.arange(100) % DIM]
+        index.add(range(start, start + 100), [1] * 100, vectors)
+    assert index._table is not None
+    assert len(index._table.ids) == 1000
+    index.add([1000], [1], np.eye(DIM, dtype=np.float32)[:1])
+    assert len(index._table.ids) == 2000
+    assert len(index) == 1001

@@ -13,6 +13,7 @@ from fakes import WordEmbedder, open_memory
 from inferscale.errors import EmptyText, InvalidInput, TextTooLong
 from inferscale.facts import Turn
 from inferscale.memory import Memory
+from inferscale.turns import from_assistant, read_turns
 
 
 @pytest.fixture
@@ -191,3 +192,19 @@ def test_the_text_check_comes_before_storing(tmp_path: Path) -> None:
             memory.add(["short", "far too long"], user_id="ana")
         assert memory.count(user_id="ana") == embedder.num_texts == 0
         assert memory.add("short\0\0\0\0\0\0\0", user_id="ana")[0].text == "short"
+
+
+def test_who_is_an_assistant() -> None:
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "assistant", "content": "Hi.", "name": "Bot"},
+        {"role": "assistant", "content": None, "tool_calls": [1]},
+        {"role": "user", "content": "Hello.", "name": "assistant"},
+        Turn("Fine.", "Assistant"),
+        Turn("Good.", "Ana"),
+        "Plain.",
+    ]
+    assert from_assistant(talk) == [True, False, True, False, False]
+    assert len(read_turns(talk)) == 5
+    assert from_assistant(talk[1]) == [True]
+    assert from_assistant("assistant") == [False]

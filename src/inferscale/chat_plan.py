@@ -17,10 +17,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
+from inferscale.catalog import FoundBlocks
 from inferscale.conversation import Conversation, turn_segments
 from inferscale.encoder import Encoder
 from inferscale.errors import TextTooLong, UnknownScope
 from inferscale.facts import Fact, Scope, SearchHit, Turn
+from inferscale.filters import Filter
 from inferscale.memory import Memory, Recall
 from inferscale.plan import Plan, Segment, scope_digest
 from inferscale.planner import Candidate, Choice, choose
@@ -59,7 +61,7 @@ class PreparedChat(NamedTuple):
     """A chat that is ready to run.
 
     epoch: of the scope when its facts were read. reason: why nothing is injected, where that is unusual.
-    timings: of all but the engine.
+    timings: of all but the engine. blocks: core blocks of the scope.
     """
 
     prompt: Prompt
@@ -69,6 +71,7 @@ class PreparedChat(NamedTuple):
     epoch: int
     reason: str | None
     timings: ChatTimings
+    blocks: tuple[Fact, ...] = ()
 
     @property
     def num_missing_tokens(self) -> int:
@@ -99,6 +102,23 @@ AskResident = Callable[[tuple[int, ...], str, Sequence[str]], Residents]
 """(head ids, key of the head, keys of facts) → those that can be injected behind this head."""
 
 NO_RECALL = Recall((), {}, 0, 0.0, 0.0)
+NO_BLOCKS = FoundBlocks((), {}, 0)
+
+
+class _Found(NamedTuple):
+    """What may stand in a prompt: facts, best first, and core blocks."""
+
+    facts: list[Candidate]
+    blocks: list[Candidate]
+
+    def choose(self, tail: int, budget_tokens: int, needs_residency: bool) -> Choice:
+        return choose(
+            self.facts,
+            tail=tail,
+            budget_tokens=budget_tokens,
+            needs_residency=needs_residency,
+            blocks=self.blocks,
+        )
 
 
 class ChatPlanner:
@@ -133,23 +153,30 @@ class ChatPlanner:
         tail: int,
         max_tokens: int,
         caller_salt: str = "",
+        within: Filter | None = None,
     ) -> PreparedChat:
-        """The `top_k` best facts of the scope for the draft's question, in a prompt that leaves room for an
-        answer of `max_tokens`.
+        """The scope's core blocks and the `top_k` best of its facts that pass the filter for the draft's
+        question, in a prompt that leaves room for an answer of `max_tokens`.
 
         mode: `inject` plans their injection, `text` has the same text, `none` no facts. An unknown scope has
         no facts. Raises InvalidInput and TextTooLong.
         """
         start_s = time.perf_counter()
-        recall = NO_RECALL if mode == "none" else self._recall(draft.question, scope, top_k, mode)
+        recall, blocks = NO_RECALL, NO_BLOCKS
+        if mode != "none":
+            recall, blocks = self._recall(draft.question, scope, top_k, mode, within)
         residents, residency_ms = Residents(frozenset()), 0.0
-        if mode == "inject" and recall.hits:
+        if mode == "inject" and (recall.hits or blocks.blocks):
             head = draft.head_ids
             asked_s = time.perf_counter()
-            residents = self._ask_resident(head, self._head_key(head), list(recall.keys.values()))
+            keys = [*blocks.keys.values(), *recall.keys.values()]
+            residents = self._ask_resident(head, self._head_key(head), keys)
             residency_ms = (time.perf_counter() - asked_s) * 1e3
-        candidates = [self._candidate(hit, recall.keys, residents.keys) for hit in recall.hits]
-        choice, prompt = self._fitted(draft, candidates, tail, max_tokens, needs_residency=mode == "inject")
+        found = _Found(
+            [self._candidate(hit.fact, recall.keys, residents.keys) for hit in recall.hits],
+            [self._candidate(block, blocks.keys, residents.keys) for block in blocks.blocks],
+        )
+        choice, prompt = self._fitted(draft, found, tail, max_tokens, needs_residency=mode == "inject")
         plan = None
         if mode == "inject" and choice.front:
             plan = self._plan(scope, recall.epoch, choice, prompt, caller_salt)
@@ -163,6 +190,7 @@ class ChatPlanner:
             recall.epoch,
             residents.reason,
             timings._replace(prompt_ms=prompt_ms),
+            blocks.blocks,
         )
 
     def conversation(self, draft: Draft, plan: Plan, scope: Scope, answer: str | None) -> Conversation:
@@ -188,22 +216,27 @@ class ChatPlanner:
                 f"encode {self.encoder.max_tokens - anchor}. Split it. Nothing was stored."
             )
 
-    def _recall(self, question: str, scope: Scope, top_k: int, mode: Mode) -> Recall:
-        """The facts found, with the keys of their KV where it shall be injected."""
+    def _recall(
+        self, question: str, scope: Scope, top_k: int, mode: Mode, within: Filter | None
+    ) -> tuple[Recall, FoundBlocks]:
+        """Facts and core blocks, with the keys of their KV where it shall be injected. The recall's epoch is
+        the older one of both reads: what was deleted in between is then not injected."""
+        model = self.encoder.encodings_of if mode == "inject" else None
         try:
-            model = self.encoder.encodings_of if mode == "inject" else None
-            return self.memory.recall(question, scope, top_k, model)
+            recall = self.memory.recall(question, scope, top_k, model, within)
         except UnknownScope:
-            return NO_RECALL
+            return NO_RECALL, NO_BLOCKS
+        blocks = self.memory.blocks(scope, model)
+        return recall._replace(epoch=min(recall.epoch, blocks.epoch)), blocks
 
-    def _candidate(self, hit: SearchHit, keys: Mapping[str, str], there: Set[str]) -> Candidate:
-        key = keys.get(hit.fact.id)
-        return Candidate(hit.fact, len(self.prompts.fact_ids(hit.fact)), key if key in there else None)
+    def _candidate(self, fact: Fact, keys: Mapping[str, str], there: Set[str]) -> Candidate:
+        key = keys.get(fact.id)
+        return Candidate(fact, len(self.prompts.fact_ids(fact)), key if key in there else None)
 
     def _fitted(
         self,
         draft: Draft,
-        candidates: Sequence[Candidate],
+        found: _Found,
         tail: int,
         max_tokens: int,
         *,
@@ -215,9 +248,9 @@ class ChatPlanner:
         without facts rendered to learn how much room there is. Raises TextTooLong.
         """
         limit = self.max_model_len - max_tokens
-        if candidates:
+        if found.facts or found.blocks:
             room = limit - draft.num_tokens
-            choice = choose(candidates, tail=tail, budget_tokens=room, needs_residency=needs_residency)
+            choice = found.choose(tail, room, needs_residency)
             if not choice.num_left_out:
                 prompt = draft.build(facts_of(choice.front), facts_of(choice.tail))
                 if len(prompt.token_ids) <= limit:
@@ -230,7 +263,7 @@ class ChatPlanner:
                 f"max_model_len={self.max_model_len}. Shorten the messages or lower max_tokens."
             )
         while True:
-            choice = choose(candidates, tail=tail, budget_tokens=room, needs_residency=needs_residency)
+            choice = found.choose(tail, room, needs_residency)
             if not (choice.front or choice.tail):
                 return choice, without_facts
             prompt = draft.build(facts_of(choice.front), facts_of(choice.tail))

@@ -201,14 +201,17 @@ class RetrievalConfig:
     """How the facts that a search finds are ranked: `1 / (rank_constant + rank)` of each ranking, times its
     weight, is summed (reciprocal rank fusion)."""
 
-    lexical_weight: float = 0.0
+    lexical_weight: float = 1.0
     """Of the ranking by words (BM25), where the ranking by meaning has 1. 0: it is not made."""
     recency_weight: float = 0.0
     """Of the ranking of what the others found by how new it is. 0: it is not made."""
-    rank_constant: int = 60
+    rank_constant: int = 10
     """The larger, the less the first ranks count beside those that follow."""
     candidates: int = 100
     """So many facts of each ranking are fused; twice `top_k` where that is more."""
+    reranked: int = 50
+    """So many of the best found are read again by the reranker, where there is one; `top_k` where that is
+    more."""
     duplicate_similarity: float | None = 0.97
     """A fact whose vector is this similar (cosine) to that of a better one comes behind all others that
     were found, so that repetitions do not fill the `top_k`. None: it keeps its place."""
@@ -218,6 +221,7 @@ class RetrievalConfig:
             _check_number(getattr(self, name), f"retrieval.{name}", 0.0, 100.0)
         _check_int(self.rank_constant, "retrieval.rank_constant", 1, 10_000)
         _check_int(self.candidates, "retrieval.candidates", 1, 10_000)
+        _check_int(self.reranked, "retrieval.reranked", 1, 1000)
         if self.duplicate_similarity is not None:
             _check_number(self.duplicate_similarity, "retrieval.duplicate_similarity", 0.5, 1.0)
 
@@ -231,14 +235,24 @@ class MemoryConfig:
     """Folder or hub name of a sentence-embedding model; default: all-MiniLM-L6-v2. The name `static`
     is kept for token vectors made once of the default: a query is embedded in tens of microseconds,
     and less is found (`retrieval.static`). Vectors of different embedders do not go together, so a
-    folder keeps the embedder that it began with."""
+    folder keeps its embedder until `inferscale reembed` changes it."""
     embedder_device: str = "auto"
     """Torch device of the embedder and of the search index, such as `cpu` or `cuda:0`. On a GPU both need
     memory beside the engine's: `auto` is a GPU where there is one with 1 GiB free, and changes to the CPU
     where it fails all the same; a device that is named is used or refused."""
     retrieval: RetrievalConfig = field(default_factory=RetrievalConfig)
+    reranker: str | Path | None = None
+    """Folder or hub name of a cross-encoder that reads the best found again and puts them into its order. It
+    takes a forward pass a fact, on the CPU. None: no reranker."""
+    max_facts_per_user: int | None = None
+    """What would exceed it is refused (QuotaExceeded). Without a user, of an agent or run. None: no limit."""
+    max_bytes_per_user: int | None = None
+    """Of texts and metadata, without histories and vectors."""
 
     def __post_init__(self) -> None:
+        for name in ("max_facts_per_user", "max_bytes_per_user"):
+            if getattr(self, name) is not None:
+                _check_int(getattr(self, name), name, 1)
         if not isinstance(self.embedder_device, str) or not self.embedder_device:
             raise InvalidConfig(
                 f"embedder_device is {self.embedder_device!r}; allowed are 'auto', 'cpu' and the "
@@ -256,8 +270,9 @@ class ExtractionConfig:
     """Of a conversation in one prompt; a longer one is read in parts."""
     max_similar: int = 8
     """Stored facts that a new one is compared with."""
-    same_above: float = 0.95
-    """Cosine similarity from which two facts with the same numbers, names and negations are one."""
+    same_above: float = 0.985
+    """Cosine similarity from which two facts with the same numbers, names and negations are one. High: of
+    all-MiniLM-L6-v2, `bought a red car` and `sold a red car` have 0.968, as `likes` and `loves pizza` do."""
     ask_above: float = 0.4
     """Cosine similarity from which a model is asked what a new fact does to a stored one."""
 
@@ -295,17 +310,30 @@ class ServerConfig:
     min_injected_tokens: int | None = None
     """Memory of fewer tokens is prefilled: that is as fast. None: 128 on a GPU, whose prefill of few tokens
     takes as long as that of one, and 0 elsewhere."""
+    max_facts_per_user: int | None = None
+    max_bytes_per_user: int | None = None
+    """As in `MemoryConfig`, of each user of each tenant."""
+    retrieval: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of `RetrievalConfig`."""
+    reranker: str | None = None
+    """As in `MemoryConfig`."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.retrieval, Mapping):
+            raise InvalidConfig(f"server.retrieval is {self.retrieval!r}; allowed is an object.")
+        from_mapping(RetrievalConfig, self.retrieval, "server.retrieval")
         _check_int(self.window, "server.window", 0)
         _check_int(self.stride, "server.stride", 1)
         _check_int(self.top_k, "server.top_k", 0)
-        for name in ("data_dir", "embedder", "keys_file"):
+        for name in ("data_dir", "embedder", "keys_file", "reranker"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InvalidConfig(f"server.{name} is {value!r}; allowed are texts. Leave it out for none.")
         if self.min_injected_tokens is not None:
             _check_int(self.min_injected_tokens, "server.min_injected_tokens", 0)
+        for name in ("max_facts_per_user", "max_bytes_per_user"):
+            if getattr(self, name) is not None:
+                _check_int(getattr(self, name), f"server.{name}", 1)
         for name in ("use_user_field", "allow_remote_without_key", "share_agents"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidConfig(f"server.{name} is {getattr(self, name)!r}; allowed are true and false.")
@@ -313,7 +341,15 @@ class ServerConfig:
     @property
     def memory(self) -> MemoryConfig:
         folder = {} if self.data_dir is None else {"data_dir": self.data_dir}
-        return MemoryConfig(embedder=self.embedder, embedder_device=self.embedder_device, **folder)
+        return MemoryConfig(
+            embedder=self.embedder,
+            embedder_device=self.embedder_device,
+            max_facts_per_user=self.max_facts_per_user,
+            max_bytes_per_user=self.max_bytes_per_user,
+            retrieval=from_mapping(RetrievalConfig, self.retrieval, "server.retrieval"),
+            reranker=self.reranker,
+            **folder,
+        )
 
     @property
     def encoding(self) -> EncodingConfig:

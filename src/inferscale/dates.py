@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime, timedelta, timezone, tzinfo
+from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from functools import lru_cache
 
 from dateutil import parser
@@ -22,6 +22,17 @@ def read_time(text: str | None) -> float | None:
     A text without a time zone is in UTC. Nothing is guessed: `7 May` names no year, so no time, and
     `4/5/2023` may be a day in April or in May.
     """
+    moment = _read(text)
+    return None if moment is None else moment.timestamp()
+
+
+def read_date(text: str | None) -> date | None:
+    """The day that a text names, in the time zone that it names; None where `read_time` reads none."""
+    moment = _read(text)
+    return None if moment is None else moment.date()
+
+
+def _read(text: str | None) -> datetime | None:
     if text is None or len(text) > _MAX_CHARS or not any(char.isdigit() for char in text):
         return None
     if _EITHER_WAY.search(text):
@@ -31,7 +42,7 @@ def read_time(text: str | None) -> float | None:
         first, second = (parser.parse(plain, default=default, tzinfos=_zone) for default in _TWICE)
     except (ValueError, OverflowError, TypeError):
         return None
-    return first.timestamp() if first == second else None
+    return first if first == second else None
 
 
 def _zone(name: str | None, offset_s: int | None) -> tzinfo:

@@ -37,6 +37,17 @@ class JobChooser:
             there.update(key for key, yes in zip(asked, answers, strict=True) if yes)
         return there
 
+    def strays(self) -> list[str]:
+        """Keys of segments on disk that no fact has: it was deleted while the engine did not run, or they
+        were turns of a talk. Raises EngineError where the engine does not answer."""
+        found = self._residency.keys("disk")
+        strays: list[str] = []
+        for start in range(0, len(found), _KEYS_AT_ONCE):
+            asked = found[start : start + _KEYS_AT_ONCE]
+            known = self.encoder.catalog.known_keys(asked) | {self.encoder.anchor_key}
+            strays += [key for key in asked if key not in known]
+        return strays
+
     def for_repair(self, scope: Scope, fact_ids: Set[str]) -> list[EncodeJob]:
         """The passes that hold these facts, new ones where a fact was never encoded."""
         jobs = self.encoder.new_jobs(scope, fact_ids)
@@ -45,7 +56,8 @@ class JobChooser:
     def to_warm(self, scope: Scope) -> list[EncodeJob]:
         """Passes of every fact of the scope that is not resident, as far as the pool has free pages."""
         jobs = self.encoder.new_jobs(scope)
-        facts = self.encoder.catalog.facts(scope)
+        catalog = self.encoder.catalog
+        facts = [*catalog.facts(scope), *catalog.blocks(scope).blocks]
         keys = self.encoder.keys(fact.id for fact in facts)
         there = self.resident(list(keys.values()))
         jobs += self._rebuilds((id for id, key in keys.items() if key not in there), jobs)

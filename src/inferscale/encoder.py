@@ -8,6 +8,7 @@ nothing of vLLM: `MemoryLLM` (and the server) run the jobs.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import groupby, islice
@@ -87,6 +88,11 @@ class Encoder:
         self.policy = policy
         self.max_tokens = max_tokens
 
+    @property
+    def anchor_key(self) -> str:
+        """Key of what stands in front of every pass."""
+        return self._anchor_key
+
     def head_job(self, head_ids: Sequence[int]) -> EncodeJob:
         """Capture a system text that opens prompts; an exact segment, the same for everybody."""
         span = Span(self.head_key(head_ids), 0, len(head_ids))
@@ -104,9 +110,26 @@ class Encoder:
         if only is not None and only.isdisjoint(fact.id for fact in unencoded):
             return []
         jobs: list[EncodeJob] = []
-        for scope, facts in groupby(sorted(unencoded, key=_scope_order), key=lambda fact: fact.scope):
-            jobs.extend(self._plan_scope(scope, list(facts), only))
+        for scope, found in groupby(sorted(unencoded, key=_scope_order), key=lambda fact: fact.scope):
+            listed = list(found)
+            facts = [fact for fact in listed if fact.block is None]
+            if facts:
+                jobs.extend(self._plan_scope(scope, facts, only))
+            jobs.extend(self._plan_blocks(scope, [fact for fact in listed if fact.block is not None], only))
         return jobs
+
+    def _plan_blocks(self, scope: Scope, blocks: Sequence[Fact], only: Set[str] | None) -> list[EncodeJob]:
+        """Each core block alone behind the anchor, so that nothing else has seen it when it changes."""
+        epoch = self.catalog.epoch(scope)
+        room = self.max_tokens - len(self.prompts.anchor_ids)
+        planned = []
+        # Read again: what they say has to be of that epoch or later.
+        for block in self.catalog.facts_by_ids(block.id for block in blocks):
+            ids = self.prompts.fact_ids(block)
+            if (only is None or block.id in only) and len(ids) <= room:
+                job = self._job(scope, [ids], 0, epoch)
+                planned.append((job, _new_pass(job, [block.id], 0)))
+        return self._recorded(scope, planned)
 
     def _plan_scope(self, scope: Scope, needed: list[Fact], only: Set[str] | None) -> list[EncodeJob]:
         epoch = self.catalog.epoch(scope)  # first: what is read of later than this is not older
@@ -165,8 +188,12 @@ class Encoder:
         return jobs
 
     def _rebuild_job(self, recorded: RecordedPass, facts: Mapping[str, Fact], epoch: int) -> EncodeJob | None:
-        """The job of a recorded pass; None where a fact of it is gone, and the pass with it or its end."""
-        if any(fact_id not in facts for fact_id in recorded.fact_ids):
+        """The job of a recorded pass; None where a fact of it is gone, and the pass with it or its end.
+
+        What has expired is gone: its purge takes the pass, and the others of it are then planned anew.
+        """
+        now = time.time()
+        if any(fact_id not in facts or facts[fact_id].has_expired(now) for fact_id in recorded.fact_ids):
             return None
         items_ids = [self.prompts.fact_ids(facts[fact_id]) for fact_id in recorded.fact_ids]
         job = self._job(recorded.scope, items_ids, recorded.num_window, epoch)

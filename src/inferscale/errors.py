@@ -6,10 +6,12 @@
     │   ├── TextTooLong               more tokens than the model can encode
     │   ├── UnknownScope              a scope without any fact
     │   ├── UnknownFact               an id that names no fact
+    │   ├── QuotaExceeded             more facts or bytes than one user may store
     │   └── InvalidConfig             a setting that is unknown, of a wrong type or out of range
     ├── CatalogError                  the data folder cannot be used
     │   ├── NewerCatalog              written by a newer version
     │   └── EmbedderMismatch          vectors of another embedder
+    ├── ExtractionError               a model gave no answer that facts can be read from
     ├── PlanRejected                  a plan whose form, version or signature is wrong
     └── EngineError                   this model or engine cannot be served
         ├── EngineMissing             vLLM or a model is not installed
@@ -47,6 +49,10 @@ class UnknownFact(InvalidInput):
     """No fact has this id."""
 
 
+class QuotaExceeded(InvalidInput):
+    """The user would hold more facts, or more bytes, than is allowed. Nothing of the call was stored."""
+
+
 class InvalidConfig(InvalidInput):
     """A setting is unknown, of a wrong type or out of range."""
 
@@ -61,6 +67,10 @@ class NewerCatalog(CatalogError):
 
 class EmbedderMismatch(CatalogError):
     """The catalog holds vectors of another embedder."""
+
+
+class ExtractionError(InferScaleError):
+    """A model gave no answer that facts can be read from. It is asked again; then turns are stored."""
 
 
 class PlanRejected(InferScaleError):

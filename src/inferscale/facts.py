@@ -98,6 +98,9 @@ class Fact:
     happened_at: float | None = None
     block: str | None = None
 
+    def has_expired(self, now: float) -> bool:
+        return self.expires_at is not None and self.expires_at <= now
+
 
 class Wording(NamedTuple):
     """All of a turn or fact that is embedded and that stands in prompts: what its KV depends on."""
@@ -123,6 +126,22 @@ class Page(NamedTuple):
 
     facts: list[Fact]
     next_cursor: str | None
+
+
+class ChangeEvent(NamedTuple):
+    """What became of one fact that was to be remembered.
+
+    ADD: it is stored under `id`. UPDATE: it is stored under `id` and supersedes the fact `previous_id`, which
+    said `previous_text`. DELETE: it ended the fact `id`, which said `text` and `previous_text`. NONE: the
+    fact `id` says it already, in the words of `text`. reason: why, where somebody said so.
+    """
+
+    event: Literal["ADD", "UPDATE", "DELETE", "NONE"]
+    id: str
+    text: str
+    previous_text: str | None = None
+    reason: str | None = None
+    previous_id: str | None = None
 
 
 class HistoryEvent(NamedTuple):

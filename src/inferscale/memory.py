@@ -9,19 +9,49 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inferscale.catalog import Catalog, Deletion, RememberedReads, ScopeDeletion, Update, VectorMark
+import numpy as np
+
+from inferscale.catalog import (
+    Added,
+    Catalog,
+    Deletion,
+    FoundBlocks,
+    Imported,
+    Quota,
+    RememberedReads,
+    ScopeDeletion,
+    StoredFact,
+    Update,
+    VectorMark,
+)
 from inferscale.config import MemoryConfig
-from inferscale.errors import InvalidInput, UnknownFact, UnknownScope
-from inferscale.facts import KEEP, Fact, HistoryEvent, Keep, Page, Scope, SearchHit, Turn, Wording
-from inferscale.turns import Content, read_query, read_scope, read_turns
+from inferscale.errors import EmbedderMismatch, InvalidInput, UnknownFact, UnknownScope
+from inferscale.facts import (
+    KEEP,
+    ChangeEvent,
+    Fact,
+    HistoryEvent,
+    Keep,
+    Page,
+    Scope,
+    SearchHit,
+    Turn,
+    Wording,
+)
+from inferscale.filters import Filter, read_filter
+from inferscale.turns import Content, from_assistant, read_block_name, read_query, read_scope, read_turns
 
 if TYPE_CHECKING:
     from inferscale.catalog.database import ChangeToken
-    from inferscale.retrieval import DeviceChoice, Embedder, VectorIndex
+    from inferscale.catalog.results import StoredText
+    from inferscale.extraction import ExtractionModel, Inference
+    from inferscale.retrieval import DeviceChoice, Embedder, HybridSearch, VectorIndex
+    from inferscale.retrieval.reranker import Reranker
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +73,9 @@ class Recall(NamedTuple):
 class Memory:
     """Long-term memory in `config.data_dir`. Safe from several threads and several processes.
 
-    embedder: used instead of the one that `config.embedder` names. check_text: called with every
+    embedder, reranker: used instead of those that `config` names. check_text: called with every
     turn before anything of a call is stored; it refuses one by raising, such as TextTooLong.
+    extraction: a model, or an `Inference` with a model and how it is asked, for `add(…, infer=True)`.
 
     A scope is given by user_id, agent_id and run_id, at least one of them. `add` stores under
     exactly these; everything else finds what is stored under these whatever the ids not given.
@@ -57,16 +88,23 @@ class Memory:
         *,
         embedder: Embedder | None = None,
         check_text: Callable[[Turn], None] | None = None,
+        reranker: Reranker | None = None,
+        extraction: ExtractionModel | Inference | None = None,
     ) -> None:
         self.config = config if config is not None else MemoryConfig()
-        self.catalog = Catalog(self.config.data_dir)
+        self.extraction = extraction
+        quota = Quota(self.config.max_facts_per_user, self.config.max_bytes_per_user)
+        self.catalog = Catalog(self.config.data_dir, quota)
         self._remembered = RememberedReads(self.catalog)
         self._embedder = embedder
+        self._reranker = reranker
         self.check_text = check_text
         self._lock = threading.RLock()
         self._embedder_is_recorded = False
         self._device: DeviceChoice | None = None
         self._index: VectorIndex | None = None
+        self._search: HybridSearch | None = None
+        self._words_token: ChangeToken | None = None
         self._index_mark = VectorMark()
         self._index_token: ChangeToken | None = None
 
@@ -80,28 +118,56 @@ class Memory:
         speaker: str | None = None,
         said_at: str | None = None,
         metadata: Mapping[str, Any] | None = None,
-    ) -> list[Fact]:
+        expires_at: float | str | None = None,
+        infer: bool = False,
+    ) -> Added:
         """Store text, a Turn, a chat message, or a list of these turn by turn; all of it or nothing.
 
-        A chat message is `{"role", "content"}` with an optional `name` (else its role is the
-        speaker) and `time`. `speaker`, `said_at` and `metadata` hold for items that do not say
-        otherwise. In a list, system, developer and tool messages and assistant messages that only
-        call tools are passed over (logged); a list with nothing to store gives []. NUL characters
-        are removed from texts, halves of surrogate pairs become U+FFFD, all else is kept. Metadata is
-        plain JSON of at most 50 levels, without such halves.
+        A chat message is `{"role", "content"}` with an optional `name` (else its role is the speaker) and
+        `time`. `speaker`, `said_at`, `metadata` and `expires_at` (Unix time or a date such as ISO 8601) hold
+        for items that do not say otherwise. In a list, system, developer and tool messages and assistant
+        messages that only call tools are passed over (logged); a list with nothing to store gives []. NUL
+        characters are removed from texts, halves of surrogate pairs become U+FFFD, all else is kept. Metadata
+        is plain JSON of at most 50 levels, without such halves.
+
+        infer: have `extraction` make short facts of it instead, which supersede or end those of exactly this
+        scope that they contradict and are not stored where they are known. What assistants say is no source.
+        Turns that no fact could be made of are stored as they are, with a `warning`. The answer's `keys` and
+        `epochs` go to the engine as those of a deletion.
 
         Raises EmptyText for blank text, InvalidInput for anything else that cannot be stored,
         whatever `check_text` raises, EmbedderMismatch, CatalogError.
         """
         scope = read_scope(user_id, agent_id, run_id)
-        turns = read_turns(content, speaker, said_at, metadata)
+        turns = read_turns(content, speaker, said_at, metadata, expires_at)
         if self.check_text is not None:
             for turn in turns:
                 self.check_text(turn)
+        if infer:
+            return self._infer(scope, turns, from_assistant(content))
         if not turns:
-            return []
+            return Added()
         vectors = self._ready_embedder().embed([embedding_text(turn) for turn in turns])
-        return self.catalog.add_facts(scope, turns, vectors)
+        facts = self.catalog.add_facts(scope, turns, vectors)
+        return Added(facts, [ChangeEvent("ADD", fact.id, fact.text) for fact in facts])
+
+    def _infer(self, scope: Scope, turns: Sequence[Turn], is_assistant: Sequence[bool]) -> Added:
+        from inferscale.extraction import Inference
+        from inferscale.extraction.extract import Said
+
+        with self._lock:
+            if self.extraction is None:
+                raise InvalidInput(
+                    "infer=True needs a model that extracts facts: give Memory one as `extraction`, use "
+                    "MemoryLLM or the server, or leave infer out to store what was said."
+                )
+            if not isinstance(self.extraction, Inference):
+                self.extraction = Inference(self.extraction)
+            inference = self.extraction
+        talk = [Said(turn, not assistant) for turn, assistant in zip(turns, is_assistant, strict=True)]
+        added = inference.add(self.catalog, self._ready_embedder().embed, embedding_text, scope, talk)
+        self._follow_up()
+        return added
 
     def search(
         self,
@@ -111,33 +177,52 @@ class Memory:
         agent_id: str | None = None,
         run_id: str | None = None,
         top_k: int = 10,
+        filters: Mapping[str, Any] | None = None,
     ) -> list[SearchHit]:
-        """The `top_k` facts most similar to `query`, best first, equal ones newest first.
+        """The `top_k` facts that fit `query` best, best first, equal ones newest first.
 
-        All facts of the scope where it holds fewer than `top_k`. Raises EmptyText for a blank
-        query, UnknownScope for a scope without facts, InvalidInput for a `top_k` below 0.
+        How they are ranked says `config.retrieval`; a hit's score is its cosine similarity, whatever its
+        place. filters: on metadata, times and speaker, in the form that `inferscale.filters` describes;
+        `top_k` counts what passes. All facts of the scope where fewer do. What has expired is not found, nor
+        are core blocks. Raises EmptyText for a blank query, UnknownScope for a scope without facts,
+        InvalidInput for a `top_k` below 0 or bad filters.
         """
-        return list(self.recall(query, read_scope(user_id, agent_id, run_id), top_k).hits)
+        scope = read_scope(user_id, agent_id, run_id)
+        return list(self.recall(query, scope, top_k, within=read_filter(filters)).hits)
 
-    def recall(self, query: str, scope: Scope, top_k: int, model: str | None = None) -> Recall:
+    def recall(
+        self,
+        query: str,
+        scope: Scope,
+        top_k: int,
+        model: str | None = None,
+        within: Filter | None = None,
+    ) -> Recall:
         """What `search` finds, with the keys that `model` encoded these facts under; raises the same.
 
-        The facts, their keys and the epoch are of one read.
+        within: the filter, already read. The facts, their keys and the epoch are of one read.
         """
         text = read_query(query)
         k = _check_count(top_k, "top_k")
         self._check_known(scope)
         if k == 0:
             return Recall((), {}, self.catalog.epoch(scope), 0.0, 0.0)
+        from inferscale.retrieval import Query
+
         embedder = self._ready_embedder()
         start_s = time.perf_counter()
         query_vector = embedder.embed([text])[0]
         embedded_s = time.perf_counter()
-        index = self._synced_index()
-        hits = index.search(query_vector, k, self._remembered.scope_codes(scope))
+        marks = self._remembered.scope_marks(scope)
+        asked = Query(text, query_vector, marks, self._findable(scope, within))
+        reranker = self._ready_reranker()
+        num_hits = k if reranker is None else max(k, self.config.retrieval.reranked)
+        hits = self._synced_search().search(asked, num_hits)
         found = self._remembered.found_facts(scope, [hit.id for hit in hits], model)
         # A fact can have been deleted by another process since the search.
         facts = tuple(SearchHit(found.facts[hit.id], hit.score) for hit in hits if hit.id in found.facts)
+        if reranker is not None:
+            facts = _reranked(reranker, text, facts)[:k]
         done_s = time.perf_counter()
         return Recall(
             facts, found.keys, found.epoch, (embedded_s - start_s) * 1e3, (done_s - embedded_s) * 1e3
@@ -157,16 +242,18 @@ class Memory:
         agent_id: str | None = None,
         run_id: str | None = None,
         limit: int | None = None,
+        filters: Mapping[str, Any] | None = None,
     ) -> list[Fact]:
-        """Facts of a scope in the order they were stored, at most the first `limit`.
+        """Facts of a scope in the order they were stored, at most the first `limit` that pass the filters.
 
-        Raises UnknownScope for a scope without facts, InvalidInput for a `limit` below 0.
+        What has expired and core blocks are none of them. Raises UnknownScope for a scope without facts,
+        InvalidInput for a `limit` below 0 or bad filters.
         """
         scope = read_scope(user_id, agent_id, run_id)
         if limit is not None:
             _check_count(limit, "limit")
         self._check_known(scope)
-        return self.catalog.facts(scope, limit)
+        return self.catalog.facts(scope, limit, within=read_filter(filters))
 
     def page(
         self,
@@ -176,15 +263,41 @@ class Memory:
         run_id: str | None = None,
         limit: int = 100,
         after: str | None = None,
+        filters: Mapping[str, Any] | None = None,
     ) -> Page:
-        """Facts of a scope in the order they were stored, `limit` at a time; an unknown scope has none.
+        """As `get_all`, `limit` facts at a time; an unknown scope has none.
 
-        after: `next_cursor` of the page before. Facts that are added, changed or deleted meanwhile
-        make no other come twice or be passed over. Raises InvalidInput for a `limit` below 1 or a
-        cursor that is none of this memory.
+        after: `next_cursor` of the page before, with the same filters. Facts that are added, changed or
+        deleted meanwhile make no other come twice or be passed over. Raises InvalidInput for a `limit` below
+        1 or a cursor that is none of this memory.
         """
         scope = read_scope(user_id, agent_id, run_id)
-        return self.catalog.page(scope, _check_count(limit, "limit", lowest=1), after)
+        return self.catalog.page(scope, _check_count(limit, "limit", lowest=1), after, read_filter(filters))
+
+    def import_facts(self, stored: Sequence[StoredFact], *, replaces: bool = False) -> Imported:
+        """Store facts of another memory as they were there, with ids, times and history; all or none.
+
+        They come behind those that are there. A fact whose id or core block is there already is passed
+        over; replaces: it takes that one's place. Raises what `add` raises.
+        """
+        if replaces:
+            new = list(stored)
+        else:
+            known = self.catalog.known_ids(item.fact.id for item in stored)
+            new = [item for item in stored if item.fact.id not in known]
+        num_known = len(stored) - len(new)
+        if not new:
+            return Imported(0, 0, num_known)
+        turns = [Turn(*Wording.of(item.fact)) for item in new if item.has_vector]
+        if self.check_text is not None:
+            for turn in turns:
+                self.check_text(turn)
+        embedder = self._ready_embedder()
+        texts = [embedding_text(turn) for turn in turns]
+        vectors = embedder.embed(texts) if texts else np.zeros((0, embedder.dim), np.float32)
+        imported = self.catalog.import_facts(new, vectors, replaces=replaces)
+        self._follow_up()
+        return imported._replace(num_skipped=imported.num_skipped + num_known)
 
     def update(
         self,
@@ -243,6 +356,63 @@ class Memory:
         self._follow_up()
         return deletion
 
+    def is_purge_due(self) -> bool:
+        """Whether something of anybody has expired and is not deleted yet. Cheap."""
+        expiry = self._remembered.next_expiry()
+        return expiry is not None and expiry <= time.time()
+
+    def purge_expired(self) -> ScopeDeletion:
+        """Delete what has expired, of everybody, as `delete` does; it is not found since it expired.
+
+        Returns how many there were, with the keys and epochs as `delete` does.
+        """
+        deletion = self.catalog.purge_expired()
+        if deletion.num_facts:
+            self._follow_up()
+        return deletion
+
+    def set_block(
+        self,
+        name: str,
+        text: str,
+        *,
+        user_id: str | None = None,
+        agent_id: str | None = None,
+        run_id: str | None = None,
+    ) -> Update:
+        """Store a core block, which stands in front of the facts of every chat whose scope covers this one.
+
+        It is a fact, of which a scope has one of each name: the one that is there is updated. It is neither
+        searched nor listed, counts in no `top_k`, and is encoded alone, so a change invalidates no other
+        fact. Returns what `update` returns. Raises what `add` raises for the text, InvalidInput for a name.
+        """
+        scope = read_scope(user_id, agent_id, run_id)
+        [turn] = read_turns(Turn(text, read_block_name(name)))
+        if self.check_text is not None:
+            self.check_text(turn)
+        return self.catalog.set_block(scope, name, turn.text)
+
+    def get_blocks(
+        self, *, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
+    ) -> list[Fact]:
+        """The core blocks of a chat with this scope, by name; none for an unknown one."""
+        return list(self.blocks(read_scope(user_id, agent_id, run_id)).blocks)
+
+    def blocks(self, scope: Scope, model: str | None = None) -> FoundBlocks:
+        """What `get_blocks` finds, with the keys that `model` encoded it under and the scope's epoch."""
+        return self._remembered.blocks(scope, model)
+
+    def delete_block(
+        self,
+        name: str,
+        *,
+        user_id: str | None = None,
+        agent_id: str | None = None,
+        run_id: str | None = None,
+    ) -> Deletion:
+        """Remove the core block of this name from exactly this scope. Returns and raises as `delete`."""
+        return self.catalog.delete_block(read_scope(user_id, agent_id, run_id), read_block_name(name))
+
     def count(
         self, *, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
     ) -> int:
@@ -263,7 +433,7 @@ class Memory:
     def close(self) -> None:
         """Close the catalog and free the index. May be called twice."""
         with self._lock:
-            self._index = None
+            self._index = self._search = None
         self.catalog.close()
 
     def __enter__(self) -> Memory:
@@ -273,6 +443,20 @@ class Memory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _ready_reranker(self) -> Reranker | None:
+        with self._lock:
+            if self._reranker is None and self.config.reranker is not None:
+                from inferscale.retrieval.reranker import CrossEncoder
+
+                self._reranker = CrossEncoder(self.config.reranker)
+            return self._reranker
+
+    def _findable(self, scope: Scope, within: Filter | None) -> list[int] | None:
+        """Numbers of the facts that may be found; None for all of the scope, as nearly always."""
+        if within is None and not (self.is_purge_due() and self.catalog.has_expired(scope)):
+            return None
+        return self.catalog.matching(scope, within)
 
     def _check_known(self, scope: Scope) -> None:
         if self._remembered.has_facts(scope):
@@ -307,9 +491,27 @@ class Memory:
 
     def _follow_up(self) -> None:
         """Take what was just changed or removed out of the index as well, where there is one."""
-        with self._lock:
-            if self._index is not None:
+        with self._lock, suppress(EmbedderMismatch):  # then the next search is refused
+            if self._search is not None:
+                self._synced_search()
+            elif self._index is not None:
                 self._synced_index()
+
+    def _synced_search(self) -> HybridSearch:
+        with self._lock:
+            vectors = self._synced_index()
+            if self._search is None or self._search.vectors is not vectors:
+                from inferscale.retrieval import HybridSearch, LexicalIndex
+                from inferscale.retrieval.lexical import Changes
+
+                catalog = self.catalog
+                changes = Changes(catalog.changes_after, lambda *asked: _words_of(catalog.texts_of(*asked)))
+                words = LexicalIndex(lambda *asked: _words_of(catalog.texts(*asked)), changes=changes)
+                self._search = HybridSearch(vectors, words, self.config.retrieval)
+            elif self._words_token != self._index_token:
+                self._search.words.follow()
+            self._words_token = self._index_token
+            return self._search
 
     def _synced_index(self) -> VectorIndex:
         """The index with everything that this and other processes have stored and removed so far.
@@ -322,6 +524,8 @@ class Memory:
 
                 self._index = VectorIndex(self._ready_embedder().dim, self._chosen_device())
                 self._index_mark, self._index_token = VectorMark(), None
+                num_rows = self.catalog.count_rows()
+                self._index.reserve(num_rows + num_rows // 8)  # the next adds need no larger table
             # Taken before reading: what is written in between is then read again, not missed.
             token = self.catalog.change_token()
             if token == self._index_token:
@@ -344,6 +548,19 @@ def embedding_text(turn: Turn) -> str:
     time = f"({turn.said_at})" if turn.said_at is not None else None
     source = " ".join(part for part in (turn.speaker, time) if part is not None)
     return f"{source}: {turn.text}" if source else turn.text
+
+
+def _words_of(found: Iterable[StoredText]) -> list[tuple[int, str]]:
+    """Numbers, and what a fact can be found by: the same as is embedded."""
+    return [(item.seq, embedding_text(Turn(item.text, item.speaker, item.said_at))) for item in found]
+
+
+def _reranked(reranker: Reranker, query: str, hits: Sequence[SearchHit]) -> tuple[SearchHit, ...]:
+    """In the reranker's order; what it finds equal stays as it is."""
+    texts = [embedding_text(Turn(*Wording.of(hit.fact))) for hit in hits]
+    scores = reranker.scores(query, texts)
+    order = sorted(range(len(hits)), key=lambda place: -scores[place])
+    return tuple(hits[place] for place in order)
 
 
 def _changed(

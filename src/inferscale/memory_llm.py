@@ -22,10 +22,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, get_args
 
-from inferscale.catalog import Deletion
+from inferscale.catalog import Added, Deletion, ScopeEpoch
 from inferscale.chat_plan import ChatPlanner, ChatTimings, Mode, Residents, digest_of, facts_of
 from inferscale.chat_result import ChatResult, chat_result
-from inferscale.config import ConnectorConfig, EncodingConfig, MemoryConfig
+from inferscale.config import ConnectorConfig, EncodingConfig, ExtractionConfig, MemoryConfig
 from inferscale.encode_runner import EncodeProgress, EncodeRunner, Progress
 from inferscale.encoder import Encoder
 from inferscale.errors import (
@@ -33,7 +33,10 @@ from inferscale.errors import (
     InvalidConfig,
     InvalidInput,
 )
+from inferscale.extract_runner import EngineExtraction
+from inferscale.extraction import ExtractionModel, Inference
 from inferscale.facts import Fact, Scope, SearchHit
+from inferscale.filters import read_filter
 from inferscale.memory import Memory
 from inferscale.offline import Generation, GenerationRequest, OfflineEngine
 from inferscale.plan import Order
@@ -60,6 +63,8 @@ class MemoryLLM:
     answer is there, encode the facts that had to be prefilled for it, before `chat` returns; the next
     one injects them.
     engine_args: further arguments of `vllm.LLM`, such as `max_model_len` or `dtype`.
+    extraction: makes facts of conversations (`add(…, infer=True)`); left out, the memory's own, or this
+    engine.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class MemoryLLM:
         repair_after_chat: bool = True,
         engine_args: Mapping[str, Any] | None = None,
         connector: ConnectorConfig | None = None,
+        extraction: ExtractionModel | Inference | None = None,
     ) -> None:
         encoding = encoding or EncodingConfig()
         if connector is None:
@@ -98,6 +104,27 @@ class MemoryLLM:
         self.planner = ChatPlanner(self.memory, self.encoder, self.engine.max_model_len, self._ask_resident)
         self.memory.check_text = self.planner.check_length
         self._lock = threading.RLock()
+        if extraction is not None or self.memory.extraction is None:
+            self.memory.extraction = extraction or self._own_extraction()
+        if connector.disk_bytes:
+            self._forget_strays()
+
+    def _forget_strays(self) -> None:
+        """Remove KV on disk that no fact has any more, such as after a deletion without an engine."""
+        with _only_logged("Comparing KV on disk with the facts"):
+            strays = self.runner.jobs.strays()
+            if strays:
+                self.engine.order(Order("forget", tuple(strays)))
+
+    def _own_extraction(self) -> Inference:
+        config = ExtractionConfig()  # so many characters are less than half as many tokens
+        room = max(100, min(config.max_chars, self.engine.max_model_len))
+        model = EngineExtraction(self.prompts, self._extract, self.engine.max_model_len)
+        return Inference(model, replace(config, max_chars=room))
+
+    def _extract(self, request: GenerationRequest) -> Generation:
+        with self._lock:
+            return self.engine.generate([request])[0]
 
     # memory -----------------------------------------------------------------------------------
 
@@ -111,22 +138,26 @@ class MemoryLLM:
         speaker: str | None = None,
         said_at: str | None = None,
         metadata: Mapping[str, Any] | None = None,
+        infer: bool = False,
         progress: Progress | None = None,
-    ) -> list[Fact]:
-        """Store facts and encode them; see `Memory.add` for what `content` may be.
+    ) -> Added:
+        """Store facts and encode them; see `Memory.add` for what `content` and `infer` may be.
 
         Raises TextTooLong, before anything is stored, for a text that the model cannot hold.
         """
+        facts = self.memory.add(
+            content,
+            user_id=user_id,
+            agent_id=agent_id,
+            run_id=run_id,
+            speaker=speaker,
+            said_at=said_at,
+            metadata=metadata,
+            infer=infer,
+        )
         with self._lock:
-            facts = self.memory.add(
-                content,
-                user_id=user_id,
-                agent_id=agent_id,
-                run_id=run_id,
-                speaker=speaker,
-                said_at=said_at,
-                metadata=metadata,
-            )
+            if facts.epochs:
+                self._forget(facts.keys, facts.epochs)
             if facts:
                 with _only_logged("Encoding new facts"):
                     self.runner.encode_new(facts[0].scope, progress)
@@ -140,16 +171,69 @@ class MemoryLLM:
         agent_id: str | None = None,
         run_id: str | None = None,
         top_k: int = 10,
+        filters: Mapping[str, Any] | None = None,
     ) -> list[SearchHit]:
         """See `Memory.search`."""
-        return self.memory.search(query, user_id=user_id, agent_id=agent_id, run_id=run_id, top_k=top_k)
+        self._purge()
+        return self.memory.search(
+            query, user_id=user_id, agent_id=agent_id, run_id=run_id, top_k=top_k, filters=filters
+        )
+
+    def set_block(
+        self,
+        name: str,
+        text: str,
+        *,
+        user_id: str | None = None,
+        agent_id: str | None = None,
+        run_id: str | None = None,
+    ) -> Fact:
+        """Store a core block and encode it; see `Memory.set_block`."""
+        with self._lock:
+            update = self.memory.set_block(name, text, user_id=user_id, agent_id=agent_id, run_id=run_id)
+            self._forget(update.keys, update.epochs)
+            with _only_logged("Encoding a core block"):
+                self.runner.encode_new(update.fact.scope)
+        return update.fact
+
+    def get_blocks(
+        self, *, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
+    ) -> list[Fact]:
+        """See `Memory.get_blocks`."""
+        return self.memory.get_blocks(user_id=user_id, agent_id=agent_id, run_id=run_id)
+
+    def delete_block(
+        self,
+        name: str,
+        *,
+        user_id: str | None = None,
+        agent_id: str | None = None,
+        run_id: str | None = None,
+    ) -> Deletion:
+        """Remove a core block as `delete` does."""
+        with self._lock:
+            deletion = self.memory.delete_block(name, user_id=user_id, agent_id=agent_id, run_id=run_id)
+            self._forget(deletion.keys, deletion.epochs)
+        return deletion
+
+    def _forget(self, keys: Sequence[str], epochs: Sequence[ScopeEpoch]) -> None:
+        """The engine drops this KV, and refuses plans that are older."""
+        if keys or epochs:
+            told = tuple((digest_of(item.scope), item.epoch) for item in epochs)
+            self.engine.order(Order("forget", tuple(keys), told))
+
+    def _purge(self) -> None:
+        """Delete what has expired, before anything is found."""
+        if self.memory.is_purge_due():
+            with self._lock:
+                deletion = self.memory.purge_expired()
+                self._forget(deletion.keys, deletion.epochs)
 
     def delete(self, fact_id: str) -> Deletion:
         """Remove a fact and every KV that attended to it, in the catalog and in the engine."""
         with self._lock:
             deletion = self.memory.delete(fact_id)
-            epochs = tuple((digest_of(item.scope), item.epoch) for item in deletion.epochs)
-            self.engine.order(Order("forget", tuple(deletion.keys), epochs))
+            self._forget(deletion.keys, deletion.epochs)
         return deletion
 
     def warm(
@@ -186,12 +270,14 @@ class MemoryLLM:
         max_tokens: int = 256,
         temperature: float = 0.0,
         sampling: Mapping[str, Any] | None = None,
+        filters: Mapping[str, Any] | None = None,
     ) -> ChatResult:
-        """Answer the last message with the `top_k` most similar facts of the scope in the prompt.
+        """Answer the last message with the core blocks and the `top_k` best facts of the scope in the prompt.
 
         mode: `inject` takes their KV from the pool, `text` prefills the same text, `none` leaves
         memory out. tail: so many of the best facts are prefilled right before the question instead
-        of injected; they then see all others. A scope without facts is answered without memory.
+        of injected; they then see all others. filters: as in `Memory.search`. A scope without facts is
+        answered without memory.
         Raises InvalidInput (EmptyText, TextTooLong, …) for what cannot be asked.
         """
         if mode not in get_args(Mode):
@@ -200,10 +286,12 @@ class MemoryLLM:
             raise InvalidInput(f"max_tokens is {max_tokens!r}; allowed are whole numbers from 1.")
         start_s = time.perf_counter()
         scope = Scope() if mode == "none" else read_scope(user_id, agent_id, run_id)
+        within = read_filter(filters)
         listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         with self._lock:
+            self._purge()
             draft = self.prompts.draft(listed)
-            prepared = self.planner.prepare(draft, scope, top_k, mode, tail, max_tokens)
+            prepared = self.planner.prepare(draft, scope, top_k, mode, tail, max_tokens, within=within)
             request = GenerationRequest(
                 prepared.prompt.token_ids, max_tokens, prepared.plan, temperature, sampling or {}
             )

@@ -342,6 +342,15 @@ class OfflineEngine:
         remove_runtime_dir(self.runtime_dir)
 
 
+def schema_sampling(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `GenerationRequest.sampling` that hold an answer to a JSON schema; {} where vLLM has none."""
+    try:
+        from vllm.sampling_params import StructuredOutputsParams
+    except ImportError:
+        return {}
+    return {"structured_outputs": StructuredOutputsParams(json=dict(schema))}
+
+
 def _is_refusal(error: Exception) -> bool:
     """Whether vLLM found something wrong with a request. Its own class for that is no ValueError in 0.32."""
     return isinstance(error, TypeError | ValueError) or any(

@@ -3,7 +3,7 @@
 Only a leading run of the prompt can be injected, so one fact without KV in front would turn all
 facts behind it into text. Facts that are not resident therefore go into the tail, right before the
 question, together with the `tail` best ones, which are recomputed there on purpose: they see all
-other facts. In both places the best fact stands last.
+other facts. In both places core blocks stand first and the best fact last.
 """
 
 from __future__ import annotations
@@ -33,17 +33,28 @@ class Choice(NamedTuple):
 
 
 def choose(
-    candidates: Sequence[Candidate], *, tail: int, budget_tokens: int, needs_residency: bool = True
+    candidates: Sequence[Candidate],
+    *,
+    tail: int,
+    budget_tokens: int,
+    needs_residency: bool = True,
+    blocks: Sequence[Candidate] = (),
 ) -> Choice:
     """Order facts for a prompt.
 
     candidates: best first. tail: how many of the best are recomputed. budget_tokens: room for
     facts; the lowest-ranked ones that do not fit are left out, and any that would not fit alone.
     needs_residency: False where all facts are prefilled anyway (mode `text`), so that they stand
-    where injected ones would.
+    where injected ones would. blocks: core blocks, in their order; they get room first and stand before
+    the facts of their place, and none is recomputed for its rank.
     """
     if isinstance(tail, bool) or not isinstance(tail, int) or tail < 0:
         raise InvalidInput(f"tail is {tail!r}; allowed are whole numbers from 0.")
+    pinned: list[Candidate] = []
+    for block in blocks:
+        if block.num_tokens <= budget_tokens:
+            budget_tokens -= block.num_tokens
+            pinned.append(block)
     kept: list[Candidate] = []
     whole_budget = budget_tokens
     for candidate in candidates:
@@ -53,9 +64,10 @@ def choose(
         if budget_tokens < 0:
             break
         kept.append(candidate)
+    lacking = [block for block in pinned if needs_residency and block.key is None]
     front: list[Candidate] = []
     behind: list[Candidate] = []
-    missing: list[Candidate] = []
+    missing: list[Candidate] = list(lacking)
     for rank, candidate in enumerate(kept):
         if rank < tail:
             behind.append(candidate)
@@ -64,6 +76,10 @@ def choose(
             missing.append(candidate)
         else:
             front.append(candidate)
+    num_left_out = len(blocks) - len(pinned) + len(candidates) - len(kept)
     return Choice(
-        tuple(reversed(front)), tuple(reversed(behind)), tuple(missing), len(candidates) - len(kept)
+        (*(block for block in pinned if block not in lacking), *reversed(front)),
+        (*lacking, *reversed(behind)),
+        tuple(missing),
+        num_left_out,
     )

@@ -43,6 +43,8 @@ CPU_CACHE, CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"
 EMBEDDER_BYTES = 2 * 2**30
 """GPU memory of the API process, beside the engine's: a CUDA context of its own, the embedder, its index."""
 LOOPBACK = "127.0.0.1"
+_PORT = 8000
+"""vLLM's own default."""
 
 _ALIASES = {
     "-tp": "--tensor-parallel-size",
@@ -77,11 +79,13 @@ _MASK = "***"
 
 @dataclass(frozen=True)
 class ServeCommand:
-    """What to start. environment: set beside the caller's own. notes: for people, a line each."""
+    """What to start. environment: set beside the caller's own. notes: for people, a line each. address: host
+    ('' for all) and port that it will listen on; None where that is no port, or not known here."""
 
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
     notes: tuple[str, ...]
+    address: tuple[str, int] | None = None
 
     def __str__(self) -> str:
         """As a shell takes it, with secrets masked."""
@@ -129,7 +133,7 @@ def serve_command(
         *added,
         *("--kv-transfer-config", json.dumps(transfer)),
     ]
-    return ServeCommand(tuple(arguments), variables, (*notes, budget))
+    return ServeCommand(tuple(arguments), variables, (*notes, budget), _address(flags, host))
 
 
 # --- reading vLLM's flags -------------------------------------------------------------------------
@@ -355,6 +359,15 @@ def _host_flags(
             "who asks, give --allow-remote-without-key."
         )
     return [], []
+
+
+def _address(flags: Flags, added: Sequence[str]) -> tuple[str, int] | None:
+    """added: the flags that name the host where the user does not."""
+    if flags.has("--uds"):
+        return None
+    port = flags.read("--port", int)
+    host = added[-1] if added else flags.value("--host") or ""
+    return host, _PORT if port is None else port
 
 
 def _is_loopback(host: str) -> bool:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from inferscale.dates import read_time
 from inferscale.errors import EmptyText, InvalidInput
 from inferscale.facts import Scope, Turn
 
@@ -27,6 +29,8 @@ MAX_ID_CHARS = 1000
 MAX_METADATA_LEVELS = 50
 """Dicts and lists in each other: whoever writes them down or compares them goes down as deep."""
 
+_BLOCK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+_MAX_TIME = 1e12
 _SPOKEN_ROLES = ("user", "assistant")
 _SILENT_ROLES = ("system", "developer", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -75,6 +79,31 @@ def read_query(query: str) -> str:
     return _spoken(query, "the query", told="")
 
 
+def read_block_name(name: object) -> str:
+    """Check the name of a core block. Raises InvalidInput."""
+    if not isinstance(name, str) or _BLOCK_NAME.fullmatch(name) is None:
+        shown = repr(name[:80]) if isinstance(name, str) else f"a {type(name).__name__}"
+        raise InvalidInput(
+            f"the name of a core block is {shown}; allowed are 1 to 64 letters of a to z, digits, '_', '-' "
+            "and '.', the first a letter or digit."
+        )
+    return name
+
+
+def read_expiry(value: object) -> float | None:
+    """Unix time of a number, or of a text that `dates.read_time` reads. Raises InvalidInput."""
+    if value is None:
+        return None
+    found = read_time(value) if isinstance(value, str) else value
+    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < _MAX_TIME:
+        shown = repr(value[:80]) if isinstance(value, str) else f"{value!r:.80}"
+        raise InvalidInput(
+            f"expires_at is {shown}, which names no time; give seconds since 1970 or a date such as "
+            "'2026-05-08' or '2026-05-08T13:56:00Z'."
+        )
+    return float(found)
+
+
 def is_deeper(value: object, num_levels: int) -> bool:
     """Whether more than `num_levels` dicts and lists lie in each other."""
     level = [value]
@@ -93,14 +122,16 @@ def read_turns(
     speaker: str | None = None,
     said_at: str | None = None,
     metadata: Mapping[str, Any] | None = None,
+    expires_at: float | str | None = None,
 ) -> list[Turn]:
-    """Turns in order. `speaker`, `said_at` and `metadata` hold where an item does not say otherwise.
+    """Turns in order. What is given beside `content` holds where an item does not say otherwise.
 
     A chat message's speaker is its `name`, else `speaker` for the role user, else its role. An
     item's own metadata wins over `metadata`, name by name. Raises EmptyText and InvalidInput; the
     message says which item of a list is meant.
     """
-    defaults = Turn("", _label(speaker, "speaker"), _label(said_at, "said_at"), dict(metadata or {}))
+    labels = (_label(speaker, "speaker"), _label(said_at, "said_at"))
+    defaults = Turn("", *labels, dict(metadata or {}), read_expiry(expires_at))
     _check_metadata(defaults.metadata, "the call")
     if isinstance(content, str | Turn | Mapping):
         if isinstance(content, Mapping) and _is_silent(content):
@@ -133,6 +164,18 @@ def read_turns(
     return turns
 
 
+def from_assistant(content: Content | Sequence[Content]) -> list[bool]:
+    """Whether an assistant says it, for each of the turns that `read_turns` makes of the same content."""
+    items = [content] if isinstance(content, str | Turn | Mapping) else content
+    return [
+        item.get("role") == "assistant"
+        if isinstance(item, Mapping)
+        else isinstance(item, Turn) and (item.speaker or "").casefold() == "assistant"
+        for item in items
+        if not (isinstance(item, Mapping) and _is_silent(item))
+    ]
+
+
 def _read_turn(item: Content, defaults: Turn, where: str) -> Turn:
     if isinstance(item, str):
         return replace(defaults, text=_spoken(item, where), metadata=dict(defaults.metadata))
@@ -147,6 +190,7 @@ def _read_turn(item: Content, defaults: Turn, where: str) -> Turn:
             _label(item.speaker, "speaker") or defaults.speaker,
             _label(item.said_at, "said_at") or defaults.said_at,
             {**defaults.metadata, **item.metadata},
+            defaults.expires_at if item.expires_at is None else read_expiry(item.expires_at),
         )
     if isinstance(item, Mapping):
         return _read_message(item, defaults, where)
@@ -165,6 +209,7 @@ def _read_message(message: Mapping[str, Any], defaults: Turn, where: str) -> Tur
         _label(message.get("name"), "name") or (role == "user" and defaults.speaker) or role,
         _label(message.get("time"), "time") or defaults.said_at,
         dict(defaults.metadata),
+        defaults.expires_at,
     )
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 
 from harness.memory import MemoryOptions, MemoryProcess, Sent
@@ -25,6 +26,7 @@ from inferscale.errors import (
     UnknownFact,
     UnknownScope,
 )
+from inferscale.extraction.prompts import Line, Prompts, ShownFact, decision_schema, extraction_schema
 from inferscale.memory_llm import ChatResult
 from inferscale.turns import Turn
 
@@ -536,6 +538,60 @@ def test_without_an_answer_on_residency_facts_are_prefilled(llm: MemoryProcess) 
     assert "Oslo" in sent.text
     assert result.reason == "the engine did not say which facts are in the pool"
     assert ask(llm, user_id="silent")[0].num_injected_tokens > 0
+
+
+# --- extraction -----------------------------------------------------------------------------------
+
+
+def test_answers_are_held_to_their_schema(llm: MemoryProcess) -> None:
+    """At a temperature at which so small a model would answer anything. Without texts, which have no end."""
+    prompts = Prompts()
+    lines = [Line(number, "Ana", text) for number, (_, text) in enumerate(SPOKEN[:2], start=1)]
+    stored = [ShownFact(text, None) for _, text in SPOKEN[:3]]
+    extraction, decision = extraction_schema([1, 2]), decision_schema(3)
+    facts = extraction["properties"]["facts"]
+    del facts["items"]["properties"]["text"], decision["properties"]["text"], decision["properties"]["reason"]
+    facts["items"]["required"], facts["maxItems"], decision["required"] = ["line"], 2, ["event", "id"]
+    for messages, schema in (
+        (prompts.to_extract(lines, "8 May 2023"), extraction),
+        (prompts.to_decide(ShownFact("Ines lives in Rome.", None), stored), decision),
+    ):
+        for answer in llm.complete(messages, schema, 2):
+            jsonschema.validate(answer, schema)
+
+
+def test_a_superseded_fact_leaves_the_pool(llm: MemoryProcess) -> None:
+    def found(text: str) -> dict[str, Any]:
+        return {"facts": [{"line": 1, "text": text}], "nothing": False}
+
+    [old] = llm.infer_scripted([found("Ana lives in Oslo.")], "I live in Oslo.", user_id="moved")
+    [key] = llm.keys([old])
+    assert llm.resident_keys([key]) == [True]
+    moved = {"event": "UPDATE", "id": 1, "text": "", "reason": "She moved."}
+    added = llm.infer_scripted([found("Ana lives in Bergen."), moved], "I live in Bergen.", user_id="moved")
+    assert [event.event for event in added.events] == ["UPDATE"]
+    assert added.keys == (key,)
+    assert llm.resident_keys([key]) == [False]
+    assert llm.resident(added) == [True]
+    _, sent = ask(llm, "Where does Ana live?", user_id="moved")
+    assert "Bergen" in sent.text
+    assert "Oslo" not in sent.text
+
+
+def test_a_conversation_becomes_facts_or_stays_as_it_was_said(llm: MemoryProcess) -> None:
+    """What facts there are is the model's affair; nothing is lost, and who said it and when is kept."""
+    talk = [
+        {"role": "user", "content": "I moved to Oslo yesterday.", "name": "Ana"},
+        {"role": "assistant", "content": "Oslo is a fine city."},
+    ]
+    llm.sent()
+    added = llm.infer_once(talk, user_id="inferred", said_at="8 May 2023")
+    assert "(7 May 2023)" in llm.sent()[0].text
+    assert added.warning is not None or {fact.speaker for fact in added} <= {"Ana"}
+    assert {fact.said_at for fact in added} <= {"8 May 2023"}
+    assert {event.id for event in added.events} >= {fact.id for fact in added}
+    assert llm.resident(added) == [True] * len(added)
+    assert_clean(llm)
 
 
 def test_warm_names_an_unknown_scope(llm: MemoryProcess) -> None:

@@ -494,6 +494,21 @@ def test_a_deletion_reaches_the_pool(server: MemoryServer) -> None:
 # from outside -----------------------------------------------------------------------------------
 
 
+def test_a_conversation_becomes_facts_or_stays_as_it_was_said(server: MemoryServer) -> None:
+    """What facts there are is the model's affair; nothing of it is lost, and nobody else is touched."""
+    [other] = server.add("inferred-too", OSLO, key=OPERATOR)
+    body = {"user_id": "inferred", "messages": [{"role": "user", "content": OSLO}], "infer": True}
+    status, added = server.call("POST", "/v1/memories", {**body, "said_at": "8 May 2023"}, OPERATOR)
+    assert status == 201, added
+    kept = {memory["id"]: memory for memory in added["data"]}
+    assert {event["id"] for event in added["events"]} >= kept.keys()
+    assert added["warning"] is None or [memory["text"] for memory in kept.values()] == [OSLO]
+    assert {(memory["speaker"], memory["said_at"]) for memory in kept.values()} <= {("user", "8 May 2023")}
+    listed = server.call("GET", "/v1/memories", key=OPERATOR, user_id="inferred")[1]["data"]
+    assert {memory["id"] for memory in listed} == kept.keys()
+    assert server.call("GET", f"/v1/memories/{other['id']}", None, OPERATOR)[0] == 200
+
+
 def test_the_page_and_the_openapi_document(server: MemoryServer) -> None:
     status, page = server.call("GET", "/memory")
     assert (status, "<h1>" in page) == (200, True)

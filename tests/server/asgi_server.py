@@ -15,14 +15,14 @@ import pytest
 
 from fakes import open_memory
 from inferscale.config import ServerConfig
-from inferscale.errors import UnknownFact
+from inferscale.errors import UnknownFact, UnknownScope
 from inferscale.facts import Fact, Scope
 from inferscale.server import middleware
 from inferscale.server.gate import Gate
 from inferscale.server.keys import Caller, check_readable
 from inferscale.server.metrics import Metrics
 from inferscale.server.middleware import MemoryMiddleware
-from inferscale.server.service import FactPage, ShownFact, Stats
+from inferscale.server.service import FactPage, InferredFacts, ShownFact, Stats
 
 HERE = ("127.0.0.1", 40000)
 AWAY = ("192.0.2.7", 40000)
@@ -181,16 +181,43 @@ class FakeService:
         facts = self.memory.add(content, **self._ids(caller, scope), **rest)
         return [self._shown(caller, fact) for fact in facts]
 
-    async def search(self, caller: Caller, scope: Scope, query: str, top_k: int) -> Any:
+    async def infer(self, caller: Caller, scope: Scope, content: Any, **given: Any) -> InferredFacts:
+        """As what no fact could be made of."""
+        facts = await self.add(caller, scope, content, **given)
+        return InferredFacts(facts, (), "stored as said")
+
+    async def search(
+        self, caller: Caller, scope: Scope, query: str, top_k: int, filters: Mapping[str, Any] | None = None
+    ) -> Any:
         check_readable(scope, self.front.server.share_agents)
         ids = self._ids(caller, scope)
-        hits = self.memory.search(query, **ids, top_k=top_k) if self.memory.count(**ids) else []
+        try:
+            hits = self.memory.search(query, **ids, top_k=top_k, filters=filters)
+        except UnknownScope:
+            hits = []
         return [(self._shown(caller, hit.fact), hit.score) for hit in hits]
 
-    async def page(self, caller: Caller, scope: Scope, limit: int, after: str | None) -> FactPage:
+    async def page(
+        self,
+        caller: Caller,
+        scope: Scope,
+        limit: int,
+        after: str | None,
+        filters: Mapping[str, Any] | None = None,
+    ) -> FactPage:
         check_readable(scope, self.front.server.share_agents)
-        page = self.memory.page(**self._ids(caller, scope), limit=limit, after=after)
+        page = self.memory.page(**self._ids(caller, scope), limit=limit, after=after, filters=filters)
         return FactPage([self._shown(caller, fact) for fact in page.facts], page.next_cursor)
+
+    async def set_block(self, caller: Caller, scope: Scope, name: str, text: str) -> ShownFact:
+        return self._shown(caller, self.memory.set_block(name, text, **self._ids(caller, scope)).fact)
+
+    async def blocks(self, caller: Caller, scope: Scope) -> list[ShownFact]:
+        check_readable(scope, self.front.server.share_agents)
+        return [self._shown(caller, block) for block in self.memory.get_blocks(**self._ids(caller, scope))]
+
+    async def delete_block(self, caller: Caller, scope: Scope, name: str) -> None:
+        self.memory.delete_block(name, **self._ids(caller, scope))
 
     async def get(self, caller: Caller, fact_id: str) -> ShownFact:
         fact = self.memory.get(fact_id)
@@ -231,6 +258,8 @@ class FakeService:
         self.log.append("observe")
 
     def load_embedder(self) -> None: ...
+
+    def begin(self) -> None: ...
 
     async def close(self) -> None:
         self.log.append("close")

@@ -47,7 +47,7 @@ def test_a_memory_from_its_storing_to_its_deletion(server: FakeServer) -> None:
     assert fact == {
         "id": fact["id"], "object": "memory", "user_id": "ana", "agent_id": None, "run_id": "1", "text": OSLO,
         "speaker": "Ana", "said_at": None, "metadata": {"a": [1, None]}, "created_at": fact["created_at"],
-        "updated_at": fact["created_at"], "injectable": False,
+        "updated_at": fact["created_at"], "expires_at": None, "injectable": False,
     }  # fmt: skip
     one = f"{PATH}/{fact['id']}"
     assert server.ask("GET", one).json == fact
@@ -206,7 +206,7 @@ def test_a_field_that_is_too_deep_is_refused(server: FakeServer, levels: int) ->
 # errors -----------------------------------------------------------------------------------------
 
 BAD = [
-    ("POST", PATH, {"user_id": "ana"}, "0 of 'text', 'messages' and 'items' were given", None),
+    ("POST", PATH, {"user_id": "ana"}, "none of 'text', 'messages' and 'items' were given", None),
     ("POST", PATH, {"user_id": "ana", "text": "x", "items": []}, "2 of 'text'", None),
     ("POST", PATH, {"text": "x"}, "no scope was given", None),
     ("POST", PATH, {"user_id": "ana", "text": " "}, "blank", None),

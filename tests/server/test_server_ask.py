@@ -41,6 +41,15 @@ def test_all_fields() -> None:
     assert take(memory) == MemoryAsk(Scope("ana", "bot", "1"), 0, "text", 1000, True)
 
 
+def test_facts_of_the_chat_are_to_be_stored() -> None:
+    asked = take({"user_id": "ana", "store": "infer"})
+    assert asked is not None
+    assert (asked.store, asked.infers) == (True, True)
+    stored = take({"user_id": "ana", "store": True})
+    assert stored is not None
+    assert not stored.infers
+
+
 @pytest.mark.parametrize("config", [PLAIN, WITH_USER])
 def test_a_chat_without_memory(config: ServerConfig) -> None:
     for body in ({}, {"memory": None}, {"user": ""}, {"user": 5}, {"user": None}, {"user": ["ana"]}):
@@ -93,7 +102,7 @@ def test_a_user_field_that_names_no_memory_is_refused(user: Any) -> None:
         ({"user_id": "x", "mode": "fast"}, "memory.mode is 'fast'; allowed are inject, text, none"),
         ({"user_id": "x", "mode": None}, "memory.mode is None"),
         ({"user_id": "x", "mode": ["inject"]}, "memory.mode is"),
-        ({"user_id": "x", "store": None}, "memory.store is None; allowed are true and false"),
+        ({"user_id": "x", "store": None}, "memory.store is None; allowed are true, false and 'infer'"),
         ({"user_id": "x", "store": "yes"}, "memory.store is 'yes'"),
     ],
 )

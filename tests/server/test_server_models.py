@@ -138,7 +138,7 @@ def test_whatever_is_stored_can_be_sent(metadata: dict[str, Any], text: str) -> 
     assert json.loads(raw) == {
         "id": "id", "object": "memory", "user_id": "ana", "agent_id": None, "run_id": None, "text": text,
         "speaker": None, "said_at": None, "metadata": metadata, "created_at": 1.0, "updated_at": 2.0,
-        "injectable": True,
+        "expires_at": None, "injectable": True,
     }  # fmt: skip
 
 

@@ -45,6 +45,8 @@ def test_all_routes_are_there(document: dict[str, Any]) -> None:
         ("put", "/v1/memories/injection"), ("get", "/v1/memories/{fact_id}"),
         ("put", "/v1/memories/{fact_id}"), ("delete", "/v1/memories/{fact_id}"),
         ("get", "/v1/memories/{fact_id}/history"),
+        ("get", "/v1/memories/blocks"), ("get", "/v1/memories/blocks/{name}"),
+        ("put", "/v1/memories/blocks/{name}"), ("delete", "/v1/memories/blocks/{name}"),
     }  # fmt: skip
 
 
@@ -61,7 +63,7 @@ def test_references_resolve_and_names_are_unique(document: dict[str, Any]) -> No
         named = {
             parameter["name"] for parameter in operation.get("parameters", ()) if parameter["in"] == "path"
         }
-        assert named == ({"fact_id"} if "{fact_id}" in path else set())
+        assert named == {name for name in ("fact_id", "name") if f"{{{name}}}" in path}
 
 
 def test_every_error_has_openais_form(document: dict[str, Any]) -> None:

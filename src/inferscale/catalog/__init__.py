@@ -4,10 +4,14 @@ The only SQL of the project.
 """
 
 from inferscale.catalog.catalog import CATALOG_FILE, Catalog
+from inferscale.catalog.imports import Ended, Imported, Revision, StoredFact
 from inferscale.catalog.passes import EncodePass, Encoding, NewPass
+from inferscale.catalog.quotas import Quota
 from inferscale.catalog.remembered import RememberedReads
 from inferscale.catalog.results import (
+    Added,
     Deletion,
+    FoundBlocks,
     FoundFacts,
     ScopeDeletion,
     ScopeEpoch,
@@ -15,18 +19,28 @@ from inferscale.catalog.results import (
     VectorChanges,
     VectorMark,
 )
+from inferscale.catalog.traces import CatalogTraces, TableTraces
 
 __all__ = [
     "CATALOG_FILE",
+    "Added",
     "Catalog",
+    "CatalogTraces",
     "Deletion",
     "EncodePass",
     "Encoding",
+    "Ended",
+    "FoundBlocks",
     "FoundFacts",
+    "Imported",
     "NewPass",
+    "Quota",
     "RememberedReads",
+    "Revision",
     "ScopeDeletion",
     "ScopeEpoch",
+    "StoredFact",
+    "TableTraces",
     "Update",
     "VectorChanges",
     "VectorMark",

@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -48,18 +48,19 @@ def update(
 ) -> Update | None:
     """Change `fact` to `turn`; None where it is no longer as given. Raises UnknownFact where it is gone.
 
-    vector: float32 [dim], of the new wording; not used where the wording stays.
+    vector: float32 [dim], of the new wording; not used where the wording stays, and by no core block.
     """
     if read_fact(connection, fact.id) != fact:
         return None
     now = max(time.time(), fact.updated_at)  # a clock that was set back must not turn history round
     forgotten = Update(fact, (), ())
     if Wording.of(turn) != Wording.of(fact):
-        assert vector is not None
-        embedder = _vectors.fitting_embedder(connection, vector.reshape(1, -1), 1)
         keys = tuple(_passes.invalidate(connection, fact.seq))
-        _vectors.store(connection, embedder, fact.seq, vector)
-        _vectors.note_change(connection, fact.seq)
+        if fact.block is None:
+            assert vector is not None
+            embedder = _vectors.fitting_embedder(connection, vector.reshape(1, -1), 1)
+            _vectors.store(connection, embedder, fact.seq, vector)
+            _vectors.note_change(connection, fact.seq)
         forgotten = Update(fact, keys, _raised_epochs(connection, {_code(connection, fact): fact.scope}))
     connection.execute(
         "INSERT INTO revisions (fact, number, text, replaced_at) "
@@ -87,12 +88,29 @@ def update(
 def delete(connection: sqlite3.Connection, fact_id: str) -> Deletion:
     """Remove a fact, its vector, its history and every encoding that has seen it. Raises UnknownFact."""
     deletion = _remove(connection, read_fact(connection, fact_id))
-    connection.execute(
-        "WITH RECURSIVE gone (id) AS (VALUES (?) UNION SELECT p.id FROM past p JOIN gone g "
-        "ON p.successor = g.id) DELETE FROM past WHERE id IN (SELECT id FROM gone)",
-        (fact_id,),
-    )
+    _remove_past(connection, [fact_id])
     return deletion
+
+
+def delete_facts(connection: sqlite3.Connection, facts: Sequence[Fact]) -> ScopeDeletion:
+    """Remove these facts, read in this transaction, as `delete` does."""
+    scopes = {_code(connection, fact): fact.scope for fact in facts}
+    keys = [key for fact in facts for key in _passes.invalidate(connection, fact.seq)]
+    epochs = _raised_epochs(connection, scopes)
+    seqs = json.dumps([fact.seq for fact in facts])
+    connection.execute("INSERT INTO changes (fact) SELECT value FROM json_each(?)", (seqs,))
+    connection.execute("DELETE FROM facts WHERE seq IN (SELECT value FROM json_each(?))", (seqs,))
+    _remove_past(connection, [fact.id for fact in facts])
+    return ScopeDeletion(len(facts), tuple(dict.fromkeys(keys)), epochs)
+
+
+def _remove_past(connection: sqlite3.Connection, fact_ids: Sequence[str]) -> None:
+    """Remove what these facts superseded, and what that did."""
+    connection.execute(
+        "WITH RECURSIVE gone (id) AS (SELECT value FROM json_each(?) UNION SELECT p.id FROM past p "
+        "JOIN gone g ON p.successor = g.id) DELETE FROM past WHERE id IN (SELECT id FROM gone)",
+        (json.dumps(list(fact_ids)),),
+    )
 
 
 def retire(

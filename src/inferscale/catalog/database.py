@@ -71,7 +71,7 @@ class Database:
 
     def change_token(self) -> ChangeToken:
         handle = self._open_handle()
-        with handle.lock, self._explained():
+        with handle.lock, explained(self.path):
             data_version = int(handle.connection.execute("PRAGMA data_version").fetchone()[0])
             return ChangeToken(data_version, handle.own_writes)
 
@@ -105,7 +105,7 @@ class Database:
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
         handle = self._open_handle()
-        with handle.lock, self._explained():
+        with handle.lock, explained(self.path):
             connection = handle.connection
             connection.execute(begin)
             try:
@@ -126,7 +126,7 @@ class Database:
                 if self._closed:
                     raise CatalogError(f"{self.path} was closed; open a new Memory on its folder.")
                 if self._handle is None:
-                    with self._explained():
+                    with explained(self.path):
                         self._handle = _Handle(_open(self.path))
                 handle = self._handle
         if handle.process != os.getpid():
@@ -137,19 +137,21 @@ class Database:
             )
         return handle
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except UnicodeEncodeError as error:
-            raise InvalidInput(
-                f"the text {error.object[max(0, error.start - 20) : error.end + 20]!r} holds half of a "
-                "surrogate pair, which is not valid Unicode and cannot be stored. Repair or remove it."
-            ) from error
-        except sqlite3.Error as error:
-            # An extended name such as SQLITE_IOERR_WRITE begins with the primary one.
-            name = "_".join(str(getattr(error, "sqlite_errorname", "")).split("_")[:2])
-            raise CatalogError(f"{self.path}: {error}. {_ADVICE.get(name, '')}".rstrip()) from error
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """SQLite's errors as ours, with advice; those of texts that cannot be stored as InvalidInput."""
+    try:
+        yield
+    except UnicodeEncodeError as error:
+        raise InvalidInput(
+            f"the text {error.object[max(0, error.start - 20) : error.end + 20]!r} holds half of a "
+            "surrogate pair, which is not valid Unicode and cannot be stored. Repair or remove it."
+        ) from error
+    except sqlite3.Error as error:
+        # An extended name such as SQLITE_IOERR_WRITE begins with the primary one.
+        name = "_".join(str(getattr(error, "sqlite_errorname", "")).split("_")[:2])
+        raise CatalogError(f"{path}: {error}. {_ADVICE.get(name, '')}".rstrip()) from error
 
 
 class _Handle:

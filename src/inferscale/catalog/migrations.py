@@ -94,6 +94,14 @@ _SECOND = (
     "INSERT INTO meta (name, value) VALUES ('cursor_key', lower(hex(randomblob(16))))",
 )
 
+VECTORS_NEXT = """CREATE TABLE vectors_next (
+        fact INTEGER PRIMARY KEY REFERENCES facts (seq) ON DELETE CASCADE,
+        embedder TEXT NOT NULL,
+        dim INTEGER NOT NULL,
+        data BLOB NOT NULL CHECK (length(data) = 4 * dim)
+    )"""
+"""Vectors of the next embedder, as in `vectors`, whose place it takes (`catalog/next_vectors.py`)."""
+
 _THIRD = (
     "ALTER TABLE facts ADD COLUMN expires_at REAL",
     # What `said_at` means, where it can be read as a time; facts of older catalogs have none.
@@ -117,6 +125,10 @@ _THIRD = (
     ) WITHOUT ROWID""",
     "CREATE INDEX past_scope ON past (scope)",
     "CREATE INDEX past_successor ON past (successor) WHERE successor IS NOT NULL",
+    VECTORS_NEXT,
+    """CREATE TRIGGER vectors_next_stale AFTER UPDATE OF text, speaker, said_at ON facts
+        WHEN old.text IS NOT new.text OR old.speaker IS NOT new.speaker OR old.said_at IS NOT new.said_at
+        BEGIN DELETE FROM vectors_next WHERE fact = new.seq; END""",
 )
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _SECOND, _THIRD)

@@ -186,6 +186,11 @@ def read_passes(connection: sqlite3.Connection, pass_ids: Iterable[int]) -> dict
     }
 
 
+def known_keys(connection: sqlite3.Connection, keys: Sequence[str]) -> set[str]:
+    """Those of the keys that any encoding has."""
+    return set(keys) - set(_not_held(connection, keys))
+
+
 def attended_to(connection: sqlite3.Connection, key: str) -> list[str]:
     """Ids of all facts that the KV under `key` has seen, its own fact included, in pass order."""
     found = connection.execute(

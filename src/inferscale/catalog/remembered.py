@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import copy
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from inferscale.catalog.catalog import Catalog
 from inferscale.catalog.database import ChangeToken
-from inferscale.catalog.results import FoundFacts
+from inferscale.catalog.results import FoundBlocks, FoundFacts, ScopeMark
 from inferscale.facts import Fact, Scope
 
 MAX_FACTS = 100_000
@@ -39,6 +40,9 @@ class RememberedReads:
         self._known: set[Scope] = set()
         self._codes: dict[Scope, list[int]] = {}
         self._epochs: dict[Scope, int] = {}
+        self._marks: dict[Scope, list[ScopeMark]] = {}
+        self._blocks: dict[tuple[Scope, str | None], FoundBlocks] = {}
+        self._next_expiry: list[float | None] = []
         self._facts: dict[int, Fact] = {}
         self._keys: dict[str | None, dict[int, str | None]] = {}  # by model, of each fact that is known
 
@@ -57,6 +61,35 @@ class RememberedReads:
             return self._codes[filter]
 
         return self._of_one_state(read, lambda: self._catalog.scope_codes(filter))
+
+    def scope_marks(self, scope: Scope) -> list[ScopeMark]:
+        def read() -> list[ScopeMark]:
+            if scope not in self._marks:
+                self._marks[scope] = self._catalog.scope_marks(scope)
+            return self._marks[scope]
+
+        return self._of_one_state(read, lambda: self._catalog.scope_marks(scope))
+
+    def next_expiry(self) -> float | None:
+        def read() -> float | None:
+            if not self._next_expiry:
+                self._next_expiry.append(self._catalog.next_expiry())
+            return self._next_expiry[0]
+
+        return self._of_one_state(read, self._catalog.next_expiry)
+
+    def blocks(self, scope: Scope, model: str | None = None) -> FoundBlocks:
+        """Blocks that have expired meanwhile are left out: time passes without a write."""
+
+        def read() -> FoundBlocks:
+            if (scope, model) not in self._blocks:
+                self._blocks[scope, model] = self._catalog.blocks(scope, model)
+            return self._blocks[scope, model]
+
+        found = self._of_one_state(read, lambda: self._catalog.blocks(scope, model))
+        now = time.time()
+        live = tuple(_own(fact) for fact in found.blocks if not fact.has_expired(now))
+        return found._replace(blocks=live)
 
     def found_facts(self, filter: Scope, seqs: Iterable[int], model: str | None = None) -> FoundFacts:
         wanted = list(seqs)

@@ -51,7 +51,7 @@ def changes_since(connection: sqlite3.Connection, since: VectorMark, limit: int)
     embedder = read_embedder(connection)
     new = connection.execute(
         "SELECT f.seq, f.scope, v.data FROM facts f JOIN vectors v ON v.fact = f.seq "
-        "WHERE f.seq > ? ORDER BY f.seq LIMIT ?",
+        "WHERE f.seq > ? AND f.block IS NULL ORDER BY f.seq LIMIT ?",
         (since.seq, limit),
     ).fetchall()
     if since == VectorMark():
@@ -61,7 +61,8 @@ def changes_since(connection: sqlite3.Connection, since: VectorMark, limit: int)
     else:
         found = connection.execute(
             "SELECT c.id, c.fact, f.scope, v.data FROM changes c LEFT JOIN facts f ON f.seq = c.fact "
-            "LEFT JOIN vectors v ON v.fact = f.seq AND f.seq <= ? WHERE c.id > ? ORDER BY c.id LIMIT ?",
+            "LEFT JOIN vectors v ON v.fact = f.seq AND f.block IS NULL AND f.seq <= ? "
+            "WHERE c.id > ? ORDER BY c.id LIMIT ?",
             (since.seq, since.change, limit),
         ).fetchall()
         # A fact above the mark is not known to the reader: it is, or will be, among the new ones.
@@ -80,4 +81,6 @@ def changes_since(connection: sqlite3.Connection, since: VectorMark, limit: int)
 
 
 def _array(blobs: Sequence[bytes], dim: int) -> NDArray[np.float32]:
-    return np.frombuffer(b"".join(blobs), dtype="<f4").astype(np.float32).reshape(len(blobs), dim)
+    """float32 [n, dim], which cannot be written to: a copy of all vectors takes a while."""
+    numbers = np.frombuffer(b"".join(blobs), dtype="<f4").astype(np.float32, copy=False)
+    return numbers.reshape(len(blobs), dim)

@@ -7,14 +7,18 @@ from typing import Any
 import click
 
 from inferscale.cli.bench import bench
+from inferscale.cli.blocks import block
 from inferscale.cli.chat import chat
 from inferscale.cli.demo import demo
 from inferscale.cli.doctor import doctor
 from inferscale.cli.facts import add, delete, list_facts, search
 from inferscale.cli.ingest import ingest
+from inferscale.cli.kv import kv
 from inferscale.cli.mcp import mcp
+from inferscale.cli.operations import audit, backup, reembed, restore
 from inferscale.cli.output import one_line
 from inferscale.cli.serve import serve
+from inferscale.cli.transfer import export, import_
 from inferscale.cli.warm import warm
 from inferscale.errors import InferScaleError
 
@@ -42,3 +46,8 @@ def main() -> None:
 
 for _command in (demo, add, ingest, search, list_facts, delete, chat, warm, serve, mcp, doctor, bench):
     main.add_command(_command)
+for _command in (audit, backup, restore, reembed, kv):
+    main.add_command(_command)
+for _command in (export, import_):
+    main.add_command(_command)
+main.add_command(block)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import click
 
 from inferscale.config import AUTO, DEFAULT_POOL_BYTES, ConnectorConfig, MemoryConfig, default_data_dir
 from inferscale.errors import InvalidConfig, InvalidInput
+from inferscale.filters import read_filter
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -73,6 +75,34 @@ def recall_options(command: F) -> F:
     return click.option("--top-k", type=COUNT, default=50, show_default=True, help="Facts in the prompt.")(
         command
     )
+
+
+def filter_option(command: F) -> F:
+    """--filter, as `filters`."""
+    return click.option(
+        "--filter",
+        "filters",
+        metavar="JSON",
+        callback=_read_filters,
+        help='Only facts whose metadata pass, such as \'{"topic": "travel", "rating": {"gte": 3}}\'.',
+    )(command)
+
+
+def _read_filters(context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+    try:
+        read = None if value is None else json.loads(value)
+        read_filter(read)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(str(error), context, parameter) from error
+    return read
+
+
+def read_time_option(value: str | None) -> float | str | None:
+    """Seconds since 1970, or a text that names a time."""
+    try:
+        return None if value is None else float(value)
+    except ValueError:
+        return value
 
 
 def json_option(command: F) -> F:

@@ -35,8 +35,13 @@ def fact_json(fact: Fact) -> dict[str, Any]:
         "said_at": fact.said_at,
         "created_at": fact.created_at,
         "metadata": fact.metadata,
+        "expires_at": fact.expires_at,
         **asdict(fact.scope),
     }
+
+
+def block_json(block: Fact) -> dict[str, Any]:
+    return {"name": block.block, "text": block.text, "id": block.id, **asdict(block.scope)}
 
 
 def hit_json(hit: SearchHit) -> Mapping[str, Any]:

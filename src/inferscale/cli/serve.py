@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import sys
 import uuid
 from pathlib import Path
@@ -120,6 +122,12 @@ class _Serve(click.Command):
     type=COUNT,
     help="Memory of fewer tokens is prefilled. By default 128 on a GPU and 0 elsewhere.",
 )
+@click.option(
+    "--max-facts-per-user", type=POSITIVE, help="What would exceed it is refused. Default: no limit."
+)
+@click.option(
+    "--max-bytes-per-user", type=POSITIVE, help="Of texts and metadata, in the same way. Default: no limit."
+)
 @click.option("--print-command", is_flag=True, help="Print what would be started, API keys masked.")
 def serve(
     model: str,
@@ -139,6 +147,8 @@ def serve(
     allow_remote_without_key: bool,
     share_agents: bool,
     min_injected_tokens: int | None,
+    max_facts_per_user: int | None,
+    max_bytes_per_user: int | None,
     print_command: bool,
 ) -> None:
     """Serve MODEL (a folder or a hub name) with memory: stock vLLM's OpenAI-compatible API server.
@@ -176,6 +186,8 @@ def serve(
             allow_remote_without_key=allow_remote_without_key,
             share_agents=share_agents,
             min_injected_tokens=min_injected_tokens,
+            max_facts_per_user=max_facts_per_user,
+            max_bytes_per_user=max_bytes_per_user,
         ),
         environment,
         engine_id=str(uuid.uuid4()),
@@ -185,11 +197,30 @@ def serve(
     if print_command:
         click.echo(str(command))
         return
+    if command.address is not None:
+        _check_free(*command.address)
     remove_stale_runtime_dirs(Path(default_runtime_dir("")).parent)
     say(f"Starting: {command}")
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(command.arguments[0], command.arguments, {**environment, **command.environment})
+
+
+def _check_free(host: str, port: int) -> None:
+    """vLLM would find out after it has loaded the model."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:  # vLLM says it
+                return
+            raise click.ClickException(
+                f"Port {port} is in use, perhaps by another server. Stop that, or choose one with --port."
+            ) from error
+        except (OverflowError, UnicodeError):
+            return
 
 
 def _absolute(embedder: str | None) -> str | None:

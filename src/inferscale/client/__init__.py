@@ -24,6 +24,8 @@ from inferscale.client.errors import (
 )
 from inferscale.client.results import (
     Added,
+    Block,
+    Change,
     ChatReply,
     HistoryEvent,
     Memory,
@@ -42,6 +44,8 @@ __all__ = [
     "AsyncClient",
     "AuthenticationError",
     "BadRequest",
+    "Block",
+    "Change",
     "ChatReply",
     "ChatStream",
     "Client",

@@ -6,6 +6,7 @@ The contract is docs/server.md. Arguments that are None are left out, so that th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, Literal, TypeVar
@@ -14,6 +15,7 @@ from urllib.parse import quote
 from inferscale.client import results
 from inferscale.client.results import (
     Added,
+    Block,
     ChatReply,
     HistoryEvent,
     Memory,
@@ -31,6 +33,7 @@ Message = Mapping[str, Any]
 """A chat message in OpenAI's form: `role` and `content`."""
 
 MEMORIES = "/v1/memories"
+_BLOCKS = f"{MEMORIES}/blocks"
 _CHAT_ARGUMENTS = ("messages", "model", "memory", "stream")
 
 
@@ -63,11 +66,15 @@ def add(
     speaker: str | None = None,
     said_at: str | None = None,
     metadata: Mapping[str, Any] | None = None,
+    expires_at: float | str | None = None,
+    infer: bool | None = None,
 ) -> Call[Added]:
     """Store a text, the turns of a conversation or several items: give one of the three.
 
-    `speaker`, `said_at` and `metadata` hold for what does not say otherwise. Memories can be searched when
-    this returns; `pending` says how many of the server's wait for their KV.
+    `speaker`, `said_at`, `metadata` and `expires_at` (Unix time or a date such as ISO 8601, from which on it
+    is not found) hold for what does not say otherwise. Memories can be searched when this returns; `pending`
+    says how many of the server's wait for their KV. infer: the server's model extracts short facts, and these
+    are stored; `events` of the answer say what became of each.
     """
     if sum(given is not None for given in (text, messages, items)) != 1:
         raise InvalidInput("add takes one of text, messages and items.")
@@ -79,6 +86,8 @@ def add(
         "speaker": speaker,
         "said_at": said_at,
         "metadata": metadata,
+        "expires_at": expires_at,
+        "infer": infer,
     }
     return Call("POST", MEMORIES, results.read_added, body=_given(body))
 
@@ -90,9 +99,15 @@ def search(
     agent_id: str | None = None,
     run_id: str | None = None,
     top_k: int = 10,
+    filters: Mapping[str, Any] | None = None,
 ) -> Call[list[SearchResult]]:
-    """The memories most similar to the query, best first. A scope without memories gives an empty list."""
+    """The memories that fit the query best, best first. A scope without memories gives an empty list.
+
+    filters: on metadata, times and speaker, such as `{"topic": "travel", "rating": {"gte": 3}}`; `top_k`
+    counts what passes.
+    """
     body = {"query": query, "top_k": top_k, **_scope(user_id, agent_id, run_id)}
+    body |= _given({"filters": filters})
     return Call("POST", f"{MEMORIES}/search", results.read_results, body=body)
 
 
@@ -108,9 +123,14 @@ def list_page(
     run_id: str | None = None,
     limit: int | None = None,
     after: str | None = None,
+    filters: Mapping[str, Any] | None = None,
 ) -> Call[Page]:
-    """One page of memories in the order they were stored; `after` is the `next_cursor` of the page before."""
-    query = {**_scope(user_id, agent_id, run_id), "limit": limit, "after": after}
+    """One page of memories in the order they were stored; `after` is the `next_cursor` of the page before.
+
+    filters: as of `search`.
+    """
+    given = None if filters is None else _json(filters)
+    query = {**_scope(user_id, agent_id, run_id), "limit": limit, "after": after, "filters": given}
     return Call("GET", MEMORIES, results.read_page, query=_given(query))
 
 
@@ -150,6 +170,37 @@ def history(memory_id: str) -> Call[list[HistoryEvent]]:
     return Call("GET", _path(memory_id, "/history"), results.read_history)
 
 
+def set_block(
+    name: str,
+    text: str,
+    *,
+    user_id: str | None = None,
+    agent_id: str | None = None,
+    run_id: str | None = None,
+) -> Call[Block]:
+    """Store a core block under exactly this scope, in place of the one of that name, if any.
+
+    It stands in front of every chat whose scope covers its own.
+    """
+    body = {"text": text, **_scope(user_id, agent_id, run_id)}
+    return Call("PUT", _path(name, of=_BLOCKS), results.read_block, body=body)
+
+
+def get_blocks(
+    *, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
+) -> Call[list[Block]]:
+    """The core blocks of a chat with this scope, by name."""
+    return Call("GET", _BLOCKS, results.read_blocks, query=_scope(user_id, agent_id, run_id))
+
+
+def delete_block(
+    name: str, *, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
+) -> Call[int]:
+    """Delete a core block of exactly this scope; returns how many were deleted. Raises NotFound."""
+    query = _scope(user_id, agent_id, run_id)
+    return Call("DELETE", _path(name, of=_BLOCKS), results.read_deleted, query=query)
+
+
 def warm(*, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None) -> Call[int]:
     """Have the facts of a scope, or of all, encoded in the background; returns how many wait."""
     body = _scope(user_id, agent_id, run_id)
@@ -183,16 +234,18 @@ def chat(
     top_k: int | None = None,
     mode: Mode | None = None,
     tail: int | None = None,
-    store: bool | None = None,
+    store: bool | Literal["infer"] | None = None,
+    filters: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Call[ChatReply]:
     """Ask with memory: a text, or chat messages that end with the user's.
 
-    model: None is the one that the server serves; it is asked for once. top_k: facts in the prompt.
-    mode: "inject", "text" (the same facts prefilled) or "none". tail: best facts that are recomputed before
-    the question. store: remember the new turns after the answer. extra: more fields of the chat completion
-    request, such as `{"max_tokens": 64, "temperature": 0}`. With neither a scope nor one of top_k, mode,
-    tail and store it is a chat without memory.
+    model: None is the one that the server serves; it is asked for once. top_k: facts in the prompt. mode:
+    "inject", "text" (the same facts prefilled) or "none". tail: best facts that are recomputed before the
+    question. store: remember the new turns after the answer, or facts that are extracted of them ("infer").
+    filters: as of `search`. extra: more fields of the chat completion request, such as
+    `{"max_tokens": 64, "temperature": 0}`. With neither a scope nor one of top_k, mode, tail, store and
+    filters it is a chat without memory.
     """
     taken = sorted(set(extra or {}).intersection(_CHAT_ARGUMENTS))
     if taken:
@@ -200,7 +253,7 @@ def chat(
             f"extra holds {', '.join(taken)}; give messages and model as arguments, the fields of memory as "
             "user_id, top_k and so on, and use stream_chat for a stream."
         )
-    memory = {"top_k": top_k, "mode": mode, "tail": tail, "store": store}
+    memory = {"top_k": top_k, "mode": mode, "tail": tail, "store": store, "filters": filters}
     memory = _given({**_scope(user_id, agent_id, run_id), **memory})
     body: dict[str, Any] = {
         **(extra or {}),
@@ -230,16 +283,24 @@ def _item(item: str | Turn | Mapping[str, Any]) -> Mapping[str, Any]:
                 "speaker": item.speaker,
                 "said_at": item.said_at,
                 "metadata": item.metadata or None,
+                "expires_at": item.expires_at,
             }
         )
     return item
 
 
-def _path(memory_id: str, below: str = "") -> str:
+def _json(value: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"filters cannot be sent: {error}. Give what JSON can hold.") from error
+
+
+def _path(memory_id: str, below: str = "", of: str = MEMORIES) -> str:
     # A blank id, or one that means a folder, would name another route, such as that which deletes a scope.
     if not isinstance(memory_id, str) or not memory_id.strip() or memory_id in (".", ".."):
         raise InvalidInput(f"{memory_id!r} is not the id of a memory; add, search and list return ids.")
     try:
-        return f"{MEMORIES}/{quote(memory_id, safe='')}{below}"
+        return f"{of}/{quote(memory_id, safe='')}{below}"
     except UnicodeEncodeError as error:
         raise InvalidInput(f"{memory_id!r} is not the id of a memory: it is not valid Unicode.") from error

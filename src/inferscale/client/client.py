@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import aclosing, closing
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -132,6 +132,9 @@ class Client:
     delete = _method(calls.delete)
     delete_all = _method(calls.delete_all)
     history = _method(calls.history)
+    set_block = _method(calls.set_block)
+    get_blocks = _method(calls.get_blocks)
+    delete_block = _method(calls.delete_block)
     warm = _method(calls.warm)
     stats = _method(calls.stats)
     set_injection = _method(calls.set_injection)
@@ -145,11 +148,14 @@ class Client:
         agent_id: str | None = None,
         run_id: str | None = None,
         limit: int | None = None,
+        filters: Mapping[str, Any] | None = None,
     ) -> Iterator[Memory]:
         """All memories of a scope in the order they were stored, read in pages of `limit`."""
         after = None
         while True:
-            page = self.list(user_id=user_id, agent_id=agent_id, run_id=run_id, limit=limit, after=after)
+            page = self.list(
+                user_id=user_id, agent_id=agent_id, run_id=run_id, limit=limit, after=after, filters=filters
+            )
             yield from page.memories
             after = page.next_cursor
             if not page.has_more or after is None:
@@ -215,6 +221,9 @@ class AsyncClient:
     delete = _async_method(calls.delete)
     delete_all = _async_method(calls.delete_all)
     history = _async_method(calls.history)
+    set_block = _async_method(calls.set_block)
+    get_blocks = _async_method(calls.get_blocks)
+    delete_block = _async_method(calls.delete_block)
     warm = _async_method(calls.warm)
     stats = _async_method(calls.stats)
     set_injection = _async_method(calls.set_injection)
@@ -228,12 +237,13 @@ class AsyncClient:
         agent_id: str | None = None,
         run_id: str | None = None,
         limit: int | None = None,
+        filters: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[Memory]:
         """All memories of a scope in the order they were stored, read in pages of `limit`."""
         after = None
         while True:
             page = await self.list(
-                user_id=user_id, agent_id=agent_id, run_id=run_id, limit=limit, after=after
+                user_id=user_id, agent_id=agent_id, run_id=run_id, limit=limit, after=after, filters=filters
             )
             for memory in page.memories:
                 yield memory

@@ -30,6 +30,22 @@ class Memory:
     metadata: dict[str, Any] = field(default_factory=dict)
     created_at: float = 0.0
     updated_at: float = 0.0
+    expires_at: float | None = None
+    injectable: bool | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A core block. Times are Unix time in seconds."""
+
+    id: str
+    name: str
+    text: str
+    user_id: str | None = None
+    agent_id: str | None = None
+    run_id: str | None = None
+    created_at: float = 0.0
+    updated_at: float = 0.0
     injectable: bool | None = None
 
 
@@ -40,11 +56,33 @@ class SearchResult(NamedTuple):
     score: float
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What became of a fact that was extracted. `event` is ADD, UPDATE, DELETE or NONE.
+
+    `id` is the memory that is meant: of UPDATE the new one, which supersedes `previous_id`; of NONE the one
+    that says so already.
+    """
+
+    event: str
+    id: str
+    text: str
+    previous_text: str | None = None
+    reason: str | None = None
+    previous_id: str | None = None
+
+
 class Added(NamedTuple):
-    """New memories in the order given, and how many of the server's facts are not encoded yet."""
+    """New memories in the order given, and how many of the server's facts are not encoded yet.
+
+    Where facts were to be extracted, `events` says what became of each, and `warning` why turns were
+    stored as they were said, if any.
+    """
 
     memories: tuple[Memory, ...]
     pending: int
+    events: tuple[Change, ...] = ()
+    warning: str | None = None
 
 
 class Page(NamedTuple):
@@ -94,11 +132,12 @@ class MemoryUse:
 
     `missing_tokens`: of facts that were prefilled because their KV was not in the pool. `left_out`: facts
     that were found and did not fit. `reason`: why nothing was injected, where that is unusual. `stored`:
-    whether the new turns are remembered after the answer.
+    whether the new turns are remembered after the answer. `blocks`: names of the core blocks in the prompt.
     """
 
     mode: str
     facts: tuple[UsedFact, ...] = ()
+    blocks: tuple[str, ...] = ()
     prompt_tokens: int | None = None
     injected_tokens: int = 0
     cached_tokens: int = 0
@@ -127,8 +166,17 @@ def read_memory(data: Mapping[str, Any]) -> Memory:
     return _fill(Memory, data)
 
 
+def read_block(data: Mapping[str, Any]) -> Block:
+    return _fill(Block, data)
+
+
+def read_blocks(data: Mapping[str, Any]) -> list[Block]:
+    return [read_block(each) for each in data["data"]]
+
+
 def read_added(data: Mapping[str, Any]) -> Added:
-    return Added(_memories(data), data.get("pending", 0))
+    events = tuple(_fill(Change, each) for each in data.get("events") or ())
+    return Added(_memories(data), data.get("pending", 0), events, data.get("warning"))
 
 
 def read_page(data: Mapping[str, Any]) -> Page:
@@ -168,7 +216,8 @@ def read_memory_use(data: Mapping[str, Any]) -> MemoryUse | None:
     use = data.get("memory")
     if use is None:
         return None
-    return _fill(MemoryUse, {**use, "facts": tuple(_fill(UsedFact, each) for each in use.get("facts", ()))})
+    facts = tuple(_fill(UsedFact, each) for each in use.get("facts", ()))
+    return _fill(MemoryUse, {**use, "facts": facts, "blocks": tuple(use.get("blocks", ()))})
 
 
 def read_reply(data: dict[str, Any]) -> ChatReply:

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from inferscale.retrieval.devices import DeviceChoice
 from inferscale.retrieval.embedder import Embedder, SentenceEmbedder
+from inferscale.retrieval.hybrid import HybridSearch, Query
 from inferscale.retrieval.index import IndexHit, VectorIndex
+from inferscale.retrieval.lexical import LexicalIndex
 from inferscale.retrieval.static import StaticEmbedder
 
 STATIC = "static"
@@ -35,7 +37,10 @@ __all__ = [
     "STATIC",
     "DeviceChoice",
     "Embedder",
+    "HybridSearch",
     "IndexHit",
+    "LexicalIndex",
+    "Query",
     "SentenceEmbedder",
     "StaticEmbedder",
     "VectorIndex",

@@ -30,6 +30,8 @@ TIE = 1e-6
 """Scores this close are equal: the same text embedded in two calls differs by about 1e-7."""
 
 _FIRST_CAPACITY = 256
+_DOUBLED_ROWS = 65_536
+"""A table of more rows grows by a quarter: what is not used yet takes memory all the same."""
 _GATHER_BELOW = 8
 """On a CPU, rows of a filter are gathered before scoring where they are fewer than one in so many."""
 _SPARE = 32
@@ -66,6 +68,7 @@ class VectorIndex:
         self._lock = threading.RLock()
         self._rows: dict[int, int] = {}
         self._table: _Table | None = None
+        self._reserved = 0
         self._max_code = 0
         self._filters: dict[frozenset[int], _Filter] = {}
         self._filter_bytes = 0
@@ -75,6 +78,10 @@ class VectorIndex:
 
     def __contains__(self, id: int) -> bool:
         return id in self._rows
+
+    def reserve(self, num_rows: int) -> None:
+        """Make the next table that is needed large enough for so many rows in all."""
+        self._reserved = num_rows
 
     def add(self, ids: Sequence[int], scope_codes: Sequence[int], vectors: NDArray[np.float32]) -> None:
         """Add rows; vectors is float32 [n, dim] and is normalised here. Known ids are replaced.
@@ -101,7 +108,7 @@ class VectorIndex:
         first, end = len(self._rows), len(self._rows) + len(ids)
         self._max_code = max(self._max_code, *scope_codes) if scope_codes else self._max_code
         self._forget_filters()
-        table = self._table = _grown(self._table_on(device), end, self.dim, device)
+        table = self._table = _grown(self._table_on(device), end, self._reserved, self.dim, device)
         with table.queue():
             table.vectors[first:end] = table.tensor(unit)
             table.codes[first:end] = table.tensor(np.asarray(scope_codes, dtype=np.int64))
@@ -136,30 +143,67 @@ class VectorIndex:
         self._rows.update(zip(table.ids[holes].tolist(), holes, strict=True))
 
     def search(
-        self, query: NDArray[np.float32], k: int, scope_codes: Collection[int] | None = None
+        self,
+        query: NDArray[np.float32],
+        k: int,
+        scope_codes: Collection[int] | None = None,
+        ids: Collection[int] | None = None,
     ) -> list[IndexHit]:
         """The k best rows of the given scopes (None: of all), best first, equal scores newest first.
 
-        query: float32 [dim]. Fewer than k where fewer exist. Scores closer than 1e-6 are equal and
-        reported as the highest of them.
+        query: float32 [dim]. ids: only these, whatever their scopes. Fewer than k where fewer exist. Scores
+        closer than 1e-6 are equal and reported as the highest of them.
         """
         unit = self._unit(query.reshape(1, -1), 1)[0]
         codes = None if scope_codes is None else frozenset(scope_codes)
         with self._lock:
             if k <= 0 or not self._rows:
                 return []
-            found = self._choice.run(_WHAT, lambda device: self._search(device, unit, k, codes))
+            found = self._choice.run(_WHAT, lambda device: self._search(device, unit, k, codes, ids))
         return [] if found is None else _ranked(found, k)
 
+    def vectors_of(self, ids: Sequence[int]) -> NDArray[np.float32]:
+        """The unit vectors of rows, float32 [n, dim], on the host; zeros for unknown ids."""
+        with self._lock:
+            known = [place for place, id in enumerate(ids) if id in self._rows]
+            vectors = np.zeros((len(ids), self.dim), dtype=np.float32)
+            if known:
+                rows = np.array([self._rows[ids[place]] for place in known], dtype=np.int64)
+                vectors[known] = self._choice.run(_WHAT, lambda device: self._gathered(device, rows))
+            return vectors
+
+    def _gathered(self, device: torch.device, rows: NDArray[np.int64]) -> NDArray[np.float32]:
+        table = self._table_on(device)
+        assert table is not None
+        if device.type == "cpu":
+            gathered: NDArray[np.float32] = table.vectors.numpy()[rows]
+            return gathered
+        with table.queue():
+            fetched: NDArray[np.float32] = table.vectors[table.tensor(rows)].cpu().numpy()
+            return fetched
+
     def _search(
-        self, device: torch.device, unit: NDArray[np.float32], k: int, codes: frozenset[int] | None
+        self,
+        device: torch.device,
+        unit: NDArray[np.float32],
+        k: int,
+        codes: frozenset[int] | None,
+        ids: Collection[int] | None,
     ) -> _Found | None:
         table, count = self._table_on(device), len(self._rows)
         assert table is not None
-        within = None if codes is None else self._filter(table, count, codes)
+        if ids is not None:
+            within: _Filter | None = self._listed(table, ids)
+        else:
+            within = None if codes is None else self._filter(table, count, codes)
         if within is not None and within.is_empty():
             return None
         return _searched(table, count, within, unit, k)
+
+    def _listed(self, table: _Table, ids: Collection[int]) -> _Filter:
+        rows = np.array(sorted(self._rows[id] for id in ids if id in self._rows), dtype=np.int64)
+        with table.queue():
+            return _Filter(table.tensor(rows), None)
 
     def _filter(self, table: _Table, count: int, codes: frozenset[int]) -> _Filter:
         """The rows of these scopes; remembered, within bounds, until rows change."""
@@ -197,7 +241,7 @@ class VectorIndex:
                 "are needed."
             )
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-        unit: NDArray[np.float32] = (vectors / np.maximum(norms, 1e-12)).astype(np.float32)
+        unit: NDArray[np.float32] = (vectors / np.maximum(norms, 1e-12)).astype(np.float32, copy=False)
         return unit
 
 
@@ -247,14 +291,16 @@ def _moved(table: _Table, device: torch.device) -> _Table:
     return _Table(vectors, codes, table.ids, _stream(device))
 
 
-def _grown(table: _Table | None, num_rows: int, dim: int, device: torch.device) -> _Table:
-    """A table with room for `num_rows`: the same one, or one of at least twice the capacity."""
+def _grown(table: _Table | None, num_rows: int, reserved: int, dim: int, device: torch.device) -> _Table:
+    """A table with room for `num_rows`: the same one, or a larger one with room for more, or for those
+    reserved."""
     import torch
 
     if table is not None and len(table.ids) >= num_rows:
         return table
     old = 0 if table is None else len(table.ids)
-    capacity = max(_FIRST_CAPACITY, 2 * old, num_rows)
+    more = old if old < _DOUBLED_ROWS else old // 4
+    capacity = max(_FIRST_CAPACITY, old + more, num_rows, reserved)
     stream = table.stream if table is not None else _stream(device)
     with nullcontext() if stream is None else torch.cuda.stream(stream):
         grown = _Table(

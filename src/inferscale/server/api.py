@@ -21,17 +21,18 @@ from inferscale.server import models
 from inferscale.server.http import answer_to, error_body
 from inferscale.server.keys import Caller, Forbidden
 from inferscale.server.service import MemoryService
-from inferscale.turns import Content
+from inferscale.turns import Content, read_expiry
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "/v1/memories"
 _POOL = ("pages", "free_pages", "page_size_tokens", "resident_segments", "evictions")
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": models.ErrorAnswer} for status in (400, 401, 403, 404, 413, 500, 503)
+    status: {"model": models.ErrorAnswer} for status in (400, 401, 403, 404, 413, 429, 500, 503)
 }
 _ERRORS["default"] = {"model": models.ErrorAnswer, "description": "Any other error"}  # there is no 422
 _SHOWN_CHARS = 100
+_MAX_FILTER = 20_000
 
 _Id = Annotated[str | None, Query(max_length=1000)]
 
@@ -63,6 +64,7 @@ def memory_api(service: MemoryService) -> FastAPI:
     _answer_errors(api)
     _add_routes(api, service)
     _add_operator_routes(api, service)
+    _add_block_routes(api, service)
     _add_routes_of_one(api, service)  # last: `{fact_id}` would match the words above
     return api
 
@@ -71,22 +73,29 @@ def _add_routes(api: FastAPI, service: MemoryService) -> None:
     @api.post(PREFIX, status_code=201)
     async def add(body: models.AddBody, caller: _Caller) -> models.AddedList:
         """Store memories. They can be searched at once, and injected when they are encoded."""
-        facts = await service.add(
-            caller,
-            body.scope(),
-            _contents(body),
-            speaker=body.speaker,
-            said_at=body.said_at,
-            metadata=body.metadata,
-        )
+        given: dict[str, Any] = {
+            "speaker": body.speaker,
+            "said_at": body.said_at,
+            "metadata": body.metadata,
+            "expires_at": body.expires_at,
+        }
+        if body.infer:
+            inferred = await service.infer(caller, body.scope(), _contents(body), **given)
+            return models.AddedList(
+                data=[models.memory_of(fact) for fact in inferred.facts],
+                pending=service.gate.num_waiting,
+                events=[models.Change(**event._asdict()) for event in inferred.events],
+                warning=inferred.warning,
+            )
+        facts = await service.add(caller, body.scope(), _contents(body), **given)
         return models.AddedList(
             data=[models.memory_of(fact) for fact in facts], pending=service.gate.num_waiting
         )
 
     @api.post(f"{PREFIX}/search")
     async def search(body: models.SearchBody, caller: _Caller) -> models.FoundList:
-        """The memories most similar to a query, best first."""
-        hits = await service.search(caller, body.scope(), body.query, body.top_k)
+        """The memories that fit a query best, best first. score: their similarity, whatever their place."""
+        hits = await service.search(caller, body.scope(), body.query, body.top_k, body.filters)
         return models.FoundList(data=[models.found_memory(fact, score) for fact, score in hits])
 
     @api.get(PREFIX)
@@ -95,9 +104,10 @@ def _add_routes(api: FastAPI, service: MemoryService) -> None:
         caller: _Caller,
         limit: Annotated[int, Query(ge=1, le=1000)] = 100,
         after: Annotated[str | None, Query(max_length=200)] = None,
+        filters: Annotated[str | None, Query(max_length=_MAX_FILTER, description="JSON")] = None,
     ) -> models.MemoryPage:
-        """The memories of a scope, oldest first. after: `next_cursor` of the page before."""
-        found = await service.page(caller, scope, limit, after)
+        """The memories that pass the filters, oldest first. after: `next_cursor` of the page before."""
+        found = await service.page(caller, scope, limit, after, _filters(filters))
         return models.MemoryPage(
             data=[models.memory_of(fact) for fact in found.facts],
             has_more=found.next_cursor is not None,
@@ -140,6 +150,41 @@ def _add_operator_routes(api: FastAPI, service: MemoryService) -> None:
         return models.Injection(enabled=service.injects)
 
 
+def _add_block_routes(api: FastAPI, service: MemoryService) -> None:
+    @api.get(f"{PREFIX}/blocks")
+    async def blocks(scope: _Scope, caller: _Caller) -> models.BlockList:
+        """The core blocks of a chat with this scope, by name."""
+        found = await service.blocks(caller, scope)
+        return models.BlockList(data=[models.block_of(block) for block in found])
+
+    @api.get(f"{PREFIX}/blocks/{{name}}")
+    async def blocks_of_name(name: str, scope: _Scope, caller: _Caller) -> models.BlockList:
+        """Those of this name: one of each user, agent and run that the scope covers."""
+        found = await service.blocks(caller, scope)
+        return models.BlockList(data=[models.block_of(block) for block in found if block.fact.block == name])
+
+    @api.put(f"{PREFIX}/blocks/{{name}}")
+    async def set_block(name: str, body: models.BlockBody, caller: _Caller) -> models.Block:
+        """Store a core block under exactly this scope, in place of the one of that name, if any."""
+        return models.block_of(await service.set_block(caller, body.scope(), name, body.text))
+
+    @api.delete(f"{PREFIX}/blocks/{{name}}")
+    async def delete_block(name: str, scope: _Scope, caller: _Caller) -> models.Deleted:
+        """Delete a core block of exactly this scope."""
+        await service.delete_block(caller, scope, name)
+        return models.Deleted(deleted=1)
+
+
+def _filters(given: str | None) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    try:
+        read = json.loads(given)
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput('filters are no JSON; give an object such as {"topic": "travel"}.') from error
+    return cast("dict[str, Any] | None", read)  # whether it is an object is seen where it is read
+
+
 def _add_routes_of_one(api: FastAPI, service: MemoryService) -> None:
     @api.get(f"{PREFIX}/{{fact_id}}")
     async def get(fact_id: str, caller: _Caller) -> models.Memory:
@@ -171,10 +216,13 @@ def _contents(body: models.AddBody) -> Content | Sequence[Content]:
     given = [value for value in (body.text, body.messages, body.items) if value is not None]
     if len(given) != 1:
         raise InvalidInput(
-            f"{len(given)} of 'text', 'messages' and 'items' were given; give exactly one of them."
+            f"{len(given) or 'none'} of 'text', 'messages' and 'items' were given; give exactly one of them."
         )
     if body.items is not None:
-        return [Turn(item.text, item.speaker, item.said_at, item.metadata or {}) for item in body.items]
+        return [
+            Turn(item.text, item.speaker, item.said_at, item.metadata or {}, read_expiry(item.expires_at))
+            for item in body.items
+        ]
     return cast("Content | Sequence[Content]", given[0])
 
 

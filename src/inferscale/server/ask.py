@@ -8,9 +8,10 @@ from inferscale.chat_plan import Mode
 from inferscale.config import ServerConfig
 from inferscale.errors import InvalidInput
 from inferscale.facts import Scope
+from inferscale.filters import Filter, read_filter
 from inferscale.turns import read_scope
 
-_FIELDS = ("user_id", "agent_id", "run_id", "top_k", "mode", "tail", "store")
+_FIELDS = ("user_id", "agent_id", "run_id", "top_k", "mode", "tail", "store", "filters")
 _MAX_TOP_K = 1000
 
 
@@ -22,6 +23,10 @@ class MemoryAsk(NamedTuple):
     mode: Mode
     tail: int
     store: bool
+    """Whether what is new is remembered after the answer."""
+    within: Filter | None = None
+    infers: bool = False
+    """What is remembered are facts that are extracted of it."""
 
 
 def take_ask(body: dict[str, Any], config: ServerConfig) -> MemoryAsk | None:
@@ -43,12 +48,15 @@ def take_ask(body: dict[str, Any], config: ServerConfig) -> MemoryAsk | None:
     if mode not in get_args(Mode):
         raise InvalidInput(f"memory.mode is {mode!r:.100}; allowed are {', '.join(get_args(Mode))}.")
     store = given.get("store", False)
-    if not isinstance(store, bool):
-        raise InvalidInput(f"memory.store is {store!r:.100}; allowed are true and false.")
+    infers = isinstance(store, str) and store == "infer"
+    if not (infers or isinstance(store, bool)):
+        raise InvalidInput(f"memory.store is {store!r:.100}; allowed are true, false and 'infer'.")
     user_id = given.get("user_id", user)
     scope = read_scope(user_id, given.get("agent_id"), given.get("run_id"))
     top_k = _count(given.get("top_k", config.top_k), "top_k")
-    return MemoryAsk(scope, top_k, cast(Mode, mode), _count(given.get("tail", 0), "tail"), store)
+    tail = _count(given.get("tail", 0), "tail")
+    within = read_filter(given.get("filters"))
+    return MemoryAsk(scope, top_k, cast(Mode, mode), tail, bool(store), within, infers)
 
 
 def _count(value: object, name: str) -> int:

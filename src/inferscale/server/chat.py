@@ -88,7 +88,15 @@ async def begin(service: MemoryService, caller: Caller, body: dict[str, Any], as
     try:
         draft = service.planner.prompts.draft(messages or (), template_kwargs=_template_kwargs(body))
         prepared = await service.prepare(
-            draft, caller, ask.scope, ask.top_k, mode, ask.tail, _answer_tokens(service, body), caller_salt
+            draft,
+            caller,
+            ask.scope,
+            ask.top_k,
+            mode,
+            ask.tail,
+            _answer_tokens(service, body),
+            caller_salt,
+            ask.within,
         )
     except InvalidInput as error:  # vLLM says what is wrong, or can do what memory cannot
         turn.reason = str(error)
@@ -136,6 +144,7 @@ async def use_of(service: MemoryService, turn: Turn, usage: Mapping[str, Any] | 
     use: dict[str, Any] = {
         "mode": turn.ask.mode if service.injects or turn.ask.mode != "inject" else "text",
         "facts": [] if prepared is None else _used(prepared),
+        "blocks": [] if prepared is None else _used_blocks(prepared),
         "prompt_tokens": prompt,
         "injected_tokens": injected,
         "cached_tokens": int(cached),
@@ -155,6 +164,12 @@ async def use_of(service: MemoryService, turn: Turn, usage: Mapping[str, Any] | 
         }
     service.metrics.answered(use)
     return use
+
+
+def _used_blocks(prepared: PreparedChat) -> list[str]:
+    """The names of the core blocks in the prompt."""
+    in_prompt = {fact.id for fact in facts_of([*prepared.choice.front, *prepared.choice.tail])}
+    return [block.block for block in prepared.blocks if block.id in in_prompt and block.block is not None]
 
 
 def _used(prepared: PreparedChat) -> list[dict[str, Any]]:
@@ -183,7 +198,10 @@ async def finish(service: MemoryService, turn: Turn) -> None:
     if not said:
         return
     try:
-        await service.add(turn.caller, turn.ask.scope, said)
+        if turn.ask.infers:
+            await service.infer(turn.caller, turn.ask.scope, said)
+        else:
+            await service.add(turn.caller, turn.ask.scope, said)
     except InvalidInput as error:
         logger.warning("The turns of a chat were not remembered: %s", type(error).__name__)
     except Exception:  # the answer is out; this is the root of what follows it

@@ -8,12 +8,13 @@ from __future__ import annotations
 import itertools
 import os
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from inferscale.config import ConnectorConfig, ServerConfig, connector_config, from_mapping
-from inferscale.errors import EngineError
+from inferscale.errors import EngineError, InvalidInput
 from inferscale.plan import WIRE_KEY, Order, Plan, salt_of, to_wire
 from inferscale.prompt import ContentFormat, PromptBuilder
 from inferscale.tokenization import load_tokenizer
@@ -154,6 +155,37 @@ class EngineSide:
             raise EngineError("The engine gave no account of a request of the memory; its log may say why.")
         return found
 
+    async def complete(
+        self,
+        token_ids: tuple[int, ...],
+        schema: Mapping[str, Any] | None,
+        max_tokens: int,
+        temperature: float,
+    ) -> str:
+        """The text that the model answers, held to a JSON schema where one is given.
+
+        Its prefix cache is its own: nobody learns from a later answer's time what was asked. Raises
+        InvalidInput for what vLLM refuses, EngineError where the answer does not come.
+        """
+        from vllm import SamplingParams
+
+        text: str | None = None
+        try:
+            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, **_held_to(schema))
+            prompt = {"prompt_token_ids": list(token_ids), "cache_salt": uuid.uuid4().hex}
+            name = f"inferscale-{self._start}-{next(self._numbers)}"
+            async for output in self._client.generate(prompt, params, name):
+                if output.finished and output.outputs[0].finish_reason != "error":
+                    text = str(output.outputs[0].text)
+        except Exception as error:
+            refused = isinstance(error, TypeError | ValueError | NotImplementedError)
+            if refused or type(error).__name__ == "VLLMValidationError":
+                raise InvalidInput(f"vLLM does not take this request: {error}") from error
+            raise
+        if text is None:
+            raise EngineError("The engine failed a request of the memory; its log may say why.")
+        return text
+
     async def order(self, order: Order) -> dict[str, Any]:
         """Carry out an order in step with execution. Raises EngineError."""
         outcome = await self.run((0,), Plan(self.model, scope="", order=order))
@@ -161,6 +193,17 @@ class EngineSide:
             raise EngineError(f"The engine did not carry out the order {order.op!r}: {outcome}")
         answer: dict[str, Any] = outcome["answer"]
         return answer
+
+
+def _held_to(schema: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Fields of SamplingParams. Raises ValueError where this vLLM has no structured outputs."""
+    if schema is None:
+        return {}
+    try:
+        from vllm.sampling_params import StructuredOutputsParams
+    except ImportError as error:
+        raise ValueError("it has no structured outputs") from error
+    return {"structured_outputs": StructuredOutputsParams(json=dict(schema))}
 
 
 def tool_dicts(tools: object) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
-from inferscale.errors import CatalogError, EngineError, InvalidInput, UnknownFact
+from inferscale.errors import CatalogError, EngineError, InvalidInput, QuotaExceeded, UnknownFact
 from inferscale.server.keys import Forbidden, Unauthorized
 
 Scope = MutableMapping[str, Any]
@@ -20,10 +20,12 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 logger = logging.getLogger(__name__)
 
+_QUOTA = "insufficient_quota"  # OpenAI's word for it, as type and as code
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: _QUOTA,
 }
 
 
@@ -110,13 +112,16 @@ def error_body(
 def answer_to(error: Exception) -> tuple[int, dict[str, Any]]:
     """Status and body for an error that is raised on purpose; any other is 500, without its text."""
     if isinstance(error, Unauthorized):
-        return 401, error_body(401, "An API key is needed: send it as `Authorization: Bearer KEY`.")
+        needed = "An API key is needed: send it as `Authorization: Bearer KEY`."
+        return 401, error_body(401, str(error) or needed)
     if isinstance(error, Forbidden):
         return 403, error_body(403, str(error))
     if isinstance(error, TooLarge):
         return 413, error_body(413, str(error))
     if isinstance(error, UnknownFact):
         return 404, error_body(404, str(error))
+    if isinstance(error, QuotaExceeded):
+        return 429, error_body(429, str(error), _QUOTA)
     if isinstance(error, InvalidInput):
         return 400, error_body(400, str(error))
     if isinstance(error, (EngineError, CatalogError)):

@@ -24,8 +24,11 @@ _TENANT = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _SEPARATOR = "/"
 
 
+_UNKNOWN_KEY = "This API key is not known here; send a valid one as `Authorization: Bearer KEY`."
+
+
 class Unauthorized(Exception):
-    """No API key was given, or one that is not known."""
+    """No API key was given (without a message), or one that is not known."""
 
 
 class Forbidden(Exception):
@@ -114,7 +117,7 @@ class Keys:
             if secrets.compare_digest(digest, given):
                 found = caller
         if found is None or scheme.lower() != "bearer":
-            raise Unauthorized
+            raise Unauthorized(_UNKNOWN_KEY if key.strip() else "")
         return found
 
     def for_engine(self) -> str | None:

@@ -111,6 +111,7 @@ class MemoryMiddleware:
                 service = open_service(front)
                 self._api = CORSMiddleware(memory_api(service), **front.cors)
                 service.load_embedder()
+                service.begin()
                 self.service = service
                 logger.info("Memory is served from %s", service.memory.catalog.path.parent)
             return self.service

@@ -42,6 +42,14 @@ def _check_depth(value: Any) -> Any:
 # Ids are compared exactly: `turns.read_scope` refuses what would have to be repaired.
 _Text = Annotated[str, BeforeValidator(_whole)]
 _Metadata = Annotated[dict[str, Any], BeforeValidator(lambda value: _whole_inside(_check_depth(value)))]
+_Filters = Annotated[
+    dict[str, Any],
+    Field(
+        description="On metadata, times and speaker.", examples=[{"topic": "travel", "rating": {"gte": 3}}]
+    ),
+]
+# A time as `turns.read_expiry` reads it, which says what is wrong with another.
+_Expiry = Annotated[float | str, Field(description="Unix time or a date.", examples=["2030-05-08T12:00:00Z"])]
 _Messages = Annotated[list[dict[str, Any]], BeforeValidator(_check_depth)]
 
 
@@ -65,6 +73,7 @@ class Item(_Body):
     speaker: _Text | None = None
     said_at: _Text | None = None
     metadata: _Metadata | None = None
+    expires_at: _Expiry | None = None
 
 
 class AddBody(ScopeBody):
@@ -87,6 +96,8 @@ class AddBody(ScopeBody):
     speaker: _Text | None = None
     said_at: _Text | None = None
     metadata: _Metadata | None = None
+    expires_at: _Expiry | None = None
+    infer: bool = Field(False, description="Extract short facts, and store these. The answer waits for it.")
 
 
 class SearchBody(ScopeBody):
@@ -97,6 +108,7 @@ class SearchBody(ScopeBody):
     )
     query: _Text = Field(max_length=_MAX_TEXT)
     top_k: int = Field(10, ge=0, le=1000)
+    filters: _Filters | None = None
 
 
 class ChangeBody(_Body):
@@ -110,6 +122,12 @@ class ChangeBody(_Body):
 
 class InjectionBody(_Body):
     enabled: bool
+
+
+class BlockBody(ScopeBody):
+    """The text of a core block, and whose it is."""
+
+    text: _Text = Field(max_length=_MAX_TEXT, examples=["Ana is a baker in Bergen. She likes short answers."])
 
 
 class Memory(BaseModel):
@@ -126,6 +144,7 @@ class Memory(BaseModel):
     metadata: dict[str, Any]
     created_at: float
     updated_at: float
+    expires_at: float | None
     injectable: bool
 
 
@@ -133,15 +152,53 @@ class FoundMemory(Memory):
     score: float
 
 
+class Block(BaseModel):
+    """A core block: it stands in front of every chat whose scope covers its own."""
+
+    object: Literal["memory.block"] = "memory.block"
+    id: str
+    name: str
+    user_id: str | None
+    agent_id: str | None
+    run_id: str | None
+    text: str
+    created_at: float
+    updated_at: float
+    injectable: bool
+
+
+class BlockList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[Block]
+
+
 class MemoryList(BaseModel):
     object: Literal["list"] = "list"
     data: list[Memory]
 
 
+class Change(BaseModel):
+    """What became of a fact that was extracted, or of a turn that none could be made of.
+
+    ADD: stored under `id`. UPDATE: stored, and supersedes `previous_id`. DELETE: ended the memory `id`.
+    NONE: the memory `id` says it already.
+    """
+
+    event: Literal["ADD", "UPDATE", "DELETE", "NONE"]
+    id: str
+    text: str
+    previous_text: str | None
+    reason: str | None
+    previous_id: str | None
+
+
 class AddedList(MemoryList):
-    """pending: encode passes of this server that wait or run."""
+    """pending: encode passes of this server that wait or run. With `infer`, events: what became of each fact,
+    and warning: why turns are stored as they were said; else both are null."""
 
     pending: int
+    events: list[Change] | None = None
+    warning: str | None = None
 
 
 class FoundList(BaseModel):
@@ -214,6 +271,11 @@ def found_memory(shown: ShownFact, score: float) -> FoundMemory:
     return FoundMemory(**_fields(shown), score=score)
 
 
+def block_of(shown: ShownFact) -> Block:
+    fields = {name: value for name, value in _fields(shown).items() if name in Block.model_fields}
+    return Block(name=shown.fact.block or "", **fields)
+
+
 def event_of(event: HistoryEvent) -> Event:
     return Event(**event._asdict())
 
@@ -231,5 +293,6 @@ def _fields(shown: ShownFact) -> dict[str, Any]:
         "metadata": _whole_inside(fact.metadata),  # earlier versions stored halves
         "created_at": fact.created_at,
         "updated_at": fact.updated_at,
+        "expires_at": fact.expires_at,
         "injectable": shown.injectable,
     }

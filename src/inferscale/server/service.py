@@ -15,12 +15,13 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from inferscale.catalog.results import ScopeEpoch
+from inferscale.catalog.results import Added, ScopeEpoch
 from inferscale.chat_plan import ChatPlanner, Mode, PreparedChat, Residents, digest_of
 from inferscale.encode_jobs import JobChooser, TurnBook
 from inferscale.encoder import EncodeJob, Encoder
 from inferscale.errors import EngineError, InferScaleError, UnknownFact, UnknownScope
-from inferscale.facts import Fact, HistoryEvent, Scope, SearchHit
+from inferscale.facts import ChangeEvent, Fact, HistoryEvent, Scope, SearchHit
+from inferscale.filters import Filter
 from inferscale.memory import Memory
 from inferscale.plan import Order, Plan, cache_salt
 from inferscale.prompt import Draft
@@ -28,6 +29,7 @@ from inferscale.runtime.folder_lock import remove_runtime_dir
 from inferscale.runtime.residency import ResidencyClient
 from inferscale.runtime.secret import load_secret, open_runtime_dir
 from inferscale.server.engine import EngineSide, Front, prompt_builder
+from inferscale.server.extraction import Extractions, ServerExtraction
 from inferscale.server.gate import Gate
 from inferscale.server.keys import Caller, check_readable
 from inferscale.server.metrics import Metrics
@@ -41,7 +43,10 @@ _ORDERED_AT_ONCE = 2000
 _PART_TOKENS = 128
 """Of a pass that chats may have to wait for."""
 _STOP_S = 5.0
+_STRAYS_EVERY_S = 60.0
+"""How often KV on disk is compared with the facts, where another process has written to the catalog."""
 _HEAD_IS_ENCODED = "the system text is being encoded"
+_NOT_ENCODED = "the facts found are being encoded"
 _TOO_FEW = "so few tokens are prefilled as fast"
 _GPU_MIN_INJECTED_TOKENS = 128
 
@@ -54,6 +59,14 @@ class ShownFact(NamedTuple):
 
     fact: Fact
     injectable: bool
+
+
+class InferredFacts(NamedTuple):
+    """What was stored of a conversation, and what became of each of its facts; see `catalog.Added`."""
+
+    facts: list[ShownFact]
+    events: tuple[ChangeEvent, ...]
+    warning: str | None
 
 
 class FactPage(NamedTuple):
@@ -90,11 +103,14 @@ class MemoryService:
         self.planner = ChatPlanner(memory, encoder, front.max_model_len, self._ask_resident, keeps_turns=True)
         memory.check_text = self.planner.check_length
         self.gate: Gate[EncodeJob] = Gate(self._encode)
+        model = ServerExtraction(engine, self.planner.prompts, front.max_model_len, self.gate.give_way)
+        self._extractions = Extractions(memory, model, front.max_model_len)
         self._jobs = JobChooser(encoder, residency)
         self._turns = TurnBook()
         self._missing: dict[Scope, set[str]] = {}  # facts that chats missed, by stored scope
         self._threads = ThreadPoolExecutor(_THREADS, "inferscale-memory")
         self._loop = asyncio.get_running_loop()
+        self._watching: asyncio.Task[None] | None = None
         self._part_tokens = -(-_PART_TOKENS // front.block_size) * front.block_size
         given = front.server.min_injected_tokens
         default = _GPU_MIN_INJECTED_TOKENS if front.is_on_gpu else 0
@@ -114,6 +130,7 @@ class MemoryService:
         speaker: str | None = None,
         said_at: str | None = None,
         metadata: Mapping[str, Any] | None = None,
+        expires_at: float | str | None = None,
     ) -> list[ShownFact]:
         """Store and return; encoding follows. Raises what `Memory.add` raises."""
         stored = caller.stored(scope)
@@ -124,32 +141,101 @@ class MemoryService:
             speaker=speaker,
             said_at=said_at,
             metadata=metadata,
+            expires_at=expires_at,
+            infer=False,
         )
         if facts:
             self.metrics.added.inc(len(facts))
             self._encode_later(stored)
         return [ShownFact(_shown(caller, fact), False) for fact in facts]
 
+    async def infer(
+        self, caller: Caller, scope: Scope, content: Content | Sequence[Content], **given: Any
+    ) -> InferredFacts:
+        """Store facts that are extracted of a conversation, done when it returns; see `Memory.add`.
+
+        given: speaker, said_at, metadata and expires_at. What a fact supersedes is forgotten by the engine.
+        """
+        stored = caller.stored(scope)
+
+        async def follow(added: Added) -> None:
+            await self._forget(added.keys, added.epochs)
+            if added:
+                self.metrics.added.inc(len(added))
+                self._encode_later(stored)
+
+        added = await self._extractions.add(content, follow, **_ids(stored), **given)
+        facts = [ShownFact(_shown(caller, fact), False) for fact in added]
+        return InferredFacts(facts, added.events, added.warning)
+
     async def search(
-        self, caller: Caller, scope: Scope, query: str, top_k: int
+        self,
+        caller: Caller,
+        scope: Scope,
+        query: str,
+        top_k: int,
+        filters: Mapping[str, Any] | None = None,
     ) -> list[tuple[ShownFact, float]]:
         """An unknown scope has no facts: whether others exist is not told."""
         stored = self._readable(caller, scope)
 
         def find() -> list[SearchHit]:
             try:
-                return self.memory.search(query, **_ids(stored), top_k=top_k)
+                return self.memory.search(query, **_ids(stored), top_k=top_k, filters=filters)
             except UnknownScope:
                 return []
 
-        hits = await self._run(find)
+        hits = await self._run_purged(find)
         shown = await self._with_state(caller, [hit.fact for hit in hits])
         return list(zip(shown, [hit.score for hit in hits], strict=True))
 
-    async def page(self, caller: Caller, scope: Scope, limit: int, after: str | None) -> FactPage:
+    async def page(
+        self,
+        caller: Caller,
+        scope: Scope,
+        limit: int,
+        after: str | None,
+        filters: Mapping[str, Any] | None = None,
+    ) -> FactPage:
         stored = self._readable(caller, scope)
-        page = await self._run(self.memory.page, **_ids(stored), limit=limit, after=after)
+        page = await self._run(self.memory.page, **_ids(stored), limit=limit, after=after, filters=filters)
         return FactPage(await self._with_state(caller, page.facts), page.next_cursor)
+
+    async def set_block(self, caller: Caller, scope: Scope, name: str, text: str) -> ShownFact:
+        """As `Memory.set_block`; encoding follows."""
+        stored = caller.stored(scope)
+        update = await self._run(self.memory.set_block, name, text, **_ids(stored))
+        await self._forget(update.keys, update.epochs)
+        self._encode_later(stored)
+        return (await self._with_state(caller, [update.fact]))[0]
+
+    async def blocks(self, caller: Caller, scope: Scope) -> list[ShownFact]:
+        """The core blocks of a chat with this scope, by name."""
+        found = await self._run(self.memory.blocks, self._readable(caller, scope))
+        return await self._with_state(caller, found.blocks)
+
+    async def delete_block(self, caller: Caller, scope: Scope, name: str) -> None:
+        deletion = await self._run(self.memory.delete_block, name, **_ids(caller.stored(scope)))
+        self.metrics.deleted.inc()
+        await self._forget(deletion.keys, deletion.epochs)
+
+    async def _purge(self) -> None:
+        """Delete what has expired, of everybody."""
+        deletion = await self._run(self.memory.purge_expired)
+        self.metrics.deleted.inc(deletion.num_facts)
+        await self._forget(deletion.keys, deletion.epochs)
+
+    async def _run_purged(self, find: Callable[[], _A]) -> _A:
+        """What `find` finds once nothing is there that has expired. One visit to a thread, as a rule."""
+
+        def find_unless_due() -> tuple[_A] | None:
+            return None if self.memory.is_purge_due() else (find(),)
+
+        found = await self._run(find_unless_due)
+        if found is None:
+            await self._purge()
+            return await self._run(find)
+        return found[0]
 
     async def get(self, caller: Caller, fact_id: str) -> ShownFact:
         fact = await self._run(self._own, caller, fact_id)
@@ -279,16 +365,18 @@ class MemoryService:
         tail: int,
         max_tokens: int,
         caller_salt: str = "",
+        within: Filter | None = None,
     ) -> PreparedChat:
         """A chat with the best facts; what has to be encoded for the next one is. Raises InvalidInput."""
         stored = self._readable(caller, scope)
-        prepared = await self._run(
-            self.planner.prepare, draft, stored, top_k, mode, tail, max_tokens, caller_salt
-        )
+        chat = (draft, stored, top_k, mode, tail, max_tokens, caller_salt, within)
+        prepared = await self._run_purged(lambda: self.planner.prepare(*chat))
         missing = {candidate.fact.id for candidate in prepared.choice.missing}
         if missing:
             self._missing.setdefault(stored, set()).update(missing)
             self.gate.put(f"repair {digest_of(stored)}", lambda: self._repair_jobs(stored))
+        if missing and prepared.plan is None and prepared.reason is None:
+            prepared = prepared._replace(reason=_NOT_ENCODED)
         if prepared.plan is not None and sum(prepared.plan.table.lengths) < self._min_injected_tokens:
             prepared = prepared._replace(plan=None, reason=_TOO_FEW)
         self.metrics.prepared(mode, prepared)
@@ -342,6 +430,16 @@ class MemoryService:
         self._loop.call_soon_threadsafe(partial(self.gate.put, f"head {head_key}", head_job, is_urgent=True))
         return Residents(frozenset(), _HEAD_IS_ENCODED)
 
+    async def forget_strays(self) -> None:
+        """After a start: remove KV on disk that no fact has any more. Nothing of it can be reached."""
+        try:
+            strays = await self._run(self._jobs.strays)
+            if strays:
+                logger.info("%d segments on disk belong to no fact and are removed", len(strays))
+                await self._order_forget(strays, ())
+        except InferScaleError:
+            logger.exception("What lies on disk could not be compared with the facts")
+
     # encoding ---------------------------------------------------------------------------------
 
     def _encode_later(self, scope: Scope) -> None:
@@ -380,6 +478,21 @@ class MemoryService:
         except EngineError as error:
             logger.warning("The pool could not be asked: %s", error)
 
+    def begin(self) -> None:
+        """What a start has to do besides, in the background."""
+        if self.front.connector.disk_bytes:
+            self._watching = self._loop.create_task(self._watch_strays(), name="inferscale-strays")
+
+    async def _watch_strays(self) -> None:
+        """At the start, and where another process may have deleted something since."""
+        known = None
+        while True:
+            token = await self._run(self.memory.catalog.change_token)
+            if known is None or token.data_version != known.data_version:
+                await self.forget_strays()
+            known = token
+            await asyncio.sleep(_STRAYS_EVERY_S)
+
     def load_embedder(self) -> None:
         """Begin to load it: the first chat need not wait for it."""
         self._threads.submit(self._embed_something)
@@ -392,6 +505,10 @@ class MemoryService:
 
     async def close(self) -> None:
         """What is encoded no further is encoded when a chat misses it. Takes the runtime folder away."""
+        if self._watching is not None:
+            self._watching.cancel()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._extractions.close(), _STOP_S)
         await self.gate.close()
         stopping = asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
         with suppress(TimeoutError):  # they may use what is closed next, but not for ever
@@ -431,4 +548,12 @@ def _shown(caller: Caller, fact: Fact) -> Fact:
     return replace(fact, scope=caller.shown(fact.scope))
 
 
-__all__ = ["FactPage", "InferScaleError", "MemoryService", "ShownFact", "Stats", "open_service"]
+__all__ = [
+    "FactPage",
+    "InferScaleError",
+    "InferredFacts",
+    "MemoryService",
+    "ShownFact",
+    "Stats",
+    "open_service",
+]

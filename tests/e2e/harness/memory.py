@@ -8,7 +8,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -189,6 +189,31 @@ class MemoryHost:
 
     def resident_keys(self, keys: Sequence[str]) -> list[bool]:
         return self.llm.engine.residency.resident(keys)
+
+    def complete(self, messages: Any, schema: Any, num_answers: int) -> list[dict[str, Any]]:
+        """Answers of the engine as the model of extraction."""
+        model = self.llm.memory.extraction.model
+        return [model.complete(messages, schema, 120, 1.0) for _ in range(num_answers)]
+
+    def infer_once(self, content: Any, **given: Any) -> Any:
+        """`add(…, infer=True)` without a second attempt: each takes the model seconds."""
+        inference = self.llm.memory.extraction
+        inference.config = replace(inference.config, retries=0)
+        return self.llm.add(content, infer=True, **given)
+
+    def infer_scripted(self, answers: list[dict[str, Any]], content: Any, **given: Any) -> Any:
+        """`add(…, infer=True)` with these answers in the place of a model's."""
+        from inferscale.extraction import Inference
+
+        class Script:
+            def complete(self, *question: Any) -> dict[str, Any]:
+                return answers.pop(0)
+
+        own, self.llm.memory.extraction = self.llm.memory.extraction, Inference(Script())
+        try:
+            return self.llm.add(content, infer=True, **given)
+        finally:
+            self.llm.memory.extraction = own
 
     def epoch(self, user_id: str) -> int:
         return self.llm.memory.epoch(user_id=user_id)

@@ -1,0 +1,14 @@
+"""Changing when a fact expires, inside the caller's transaction. Its wording, and so its KV, stays."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from inferscale.errors import UnknownFact
+
+
+def set_expiry(connection: sqlite3.Connection, fact_id: str, expires_at: float | None) -> None:
+    """expires_at: Unix time from which the fact is not found any more; None for never. Raises UnknownFact."""
+    changed = connection.execute("UPDATE facts SET expires_at = ? WHERE id = ?", (expires_at, fact_id))
+    if changed.rowcount == 0:
+        raise UnknownFact(f"no fact has the id {fact_id!r}; it may have been deleted.")

@@ -1,0 +1,144 @@
+"""What extraction reads and writes, inside the caller's transaction, always within one exact scope.
+
+A decision about a new fact is made from what its scope says at one moment (`similar`) and carried out only
+where the scope still says the same (`apply`): so two processes that are told the same at a time store it
+once. Knows nothing of models and of what is decided.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+import uuid
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from inferscale.catalog import changes as _changes
+from inferscale.catalog import rows as _rows
+from inferscale.catalog import vectors as _vectors
+from inferscale.catalog.results import Applied, InferMark, SimilarFacts
+from inferscale.dates import read_time
+from inferscale.errors import UnknownFact
+from inferscale.facts import Fact, Scope, SearchHit, Turn, Wording
+
+_EXACT = (
+    "(SELECT id FROM scopes WHERE ifnull(user_id, '') = ifnull(?, '') "
+    "AND ifnull(agent_id, '') = ifnull(?, '') AND ifnull(run_id, '') = ifnull(?, ''))"
+)
+_LIVE = "f.block IS NULL AND (f.expires_at IS NULL OR f.expires_at > ?)"
+
+
+def similar(
+    connection: sqlite3.Connection, scope: Scope, vector: NDArray[np.float32], limit: int
+) -> SimilarFacts:
+    """The facts of an exact scope most like `vector` (float32 [dim]), best first, newer ones first of equals.
+
+    Compared one by one: exact, and of one read with the mark.
+    """
+    found = connection.execute(
+        f"SELECT f.seq, v.data FROM facts f JOIN vectors v ON v.fact = f.seq WHERE f.scope = {_EXACT} "
+        f"AND {_LIVE} AND v.dim = ?",
+        (*_ids(scope), time.time(), len(vector)),
+    ).fetchall()
+    mark = read_mark(connection, scope)
+    if not found or limit < 1:
+        return SimilarFacts((), mark)
+    seqs = np.array([row[0] for row in found])
+    stored = np.frombuffer(b"".join(row[1] for row in found), dtype="<f4").reshape(len(found), -1)
+    norms = np.linalg.norm(stored, axis=1) * np.linalg.norm(vector)
+    scores = stored @ vector / np.maximum(norms, 1e-12)
+    best = np.lexsort((-seqs, -scores))[:limit]
+    by_seq = {int(seqs[place]): float(scores[place]) for place in best}
+    facts = _rows.select_facts(
+        connection, "WHERE f.seq IN (SELECT value FROM json_each(?))", json.dumps(list(by_seq))
+    )
+    hits = {fact.seq: SearchHit(fact, by_seq[fact.seq]) for fact in facts}
+    return SimilarFacts(tuple(hits[seq] for seq in by_seq), mark)
+
+
+def read_mark(connection: sqlite3.Connection, scope: Scope) -> InferMark:
+    """What rises with every addition, rewording and deletion in an exact scope."""
+    found = connection.execute(
+        f"SELECT epoch, (SELECT max(seq) FROM facts WHERE scope = s.id) FROM scopes s WHERE s.id = {_EXACT}",
+        _ids(scope),
+    ).fetchone()
+    return InferMark(*(found[0], found[1] or 0) if found is not None else (0, 0))
+
+
+def apply(
+    connection: sqlite3.Connection,
+    scope: Scope,
+    turn: Turn | None,
+    vector: NDArray[np.float32] | None,
+    mark: InferMark | None,
+    retires: str | None,
+    reason: str | None,
+) -> Applied | None:
+    """Store `turn` in place of the fact `retires`; either may be None. See `Catalog.apply_inferred`."""
+    if mark is not None and read_mark(connection, scope) != mark:
+        return None
+    fact, is_new = None, False
+    if turn is not None:
+        assert vector is not None
+        fact, is_new = _stored(connection, scope, turn, vector, with_time=False)
+    retired = None
+    if retires is not None and (fact is None or fact.id != retires):
+        if _changes.read_fact(connection, retires).scope != scope:
+            raise UnknownFact(f"no fact has the id {retires!r} in this scope.")
+        retired = _changes.retire(connection, retires, None if fact is None else fact.id, reason)
+    return Applied(fact, is_new, retired)
+
+
+def add_new(
+    connection: sqlite3.Connection, scope: Scope, turns: Sequence[Turn], vectors: NDArray[np.float32]
+) -> list[Applied]:
+    """Store turns but for those whose whole wording is there already, in order; vectors: float32 [n, dim]."""
+    stored = [
+        _stored(connection, scope, turn, vector, with_time=True)
+        for turn, vector in zip(turns, vectors, strict=True)
+    ]
+    return [Applied(fact, is_new, None) for fact, is_new in stored]
+
+
+def _stored(
+    connection: sqlite3.Connection, scope: Scope, turn: Turn, vector: NDArray[np.float32], *, with_time: bool
+) -> tuple[Fact, bool]:
+    """The fact of the scope that says this already, or a new one, and whether it is new.
+
+    with_time: one that was said at another time is another.
+    """
+    found = _rows.select_facts(
+        connection,
+        f"WHERE f.scope = {_EXACT} AND f.text = ? AND {_LIVE} ORDER BY f.seq",
+        *_ids(scope),
+        turn.text,
+        time.time(),
+    )
+    for fact in found:
+        if Wording.of(fact) == Wording.of(turn) or (not with_time and fact.speaker == turn.speaker):
+            return fact, False
+    return _insert(connection, scope, turn, vector), True
+
+
+def _insert(connection: sqlite3.Connection, scope: Scope, turn: Turn, vector: NDArray[np.float32]) -> Fact:
+    embedder = _vectors.fitting_embedder(connection, vector.reshape(1, -1), 1)
+    meta = _rows.metadata_json(turn.metadata)
+    fact_id, now, happened_at = str(uuid.uuid4()), time.time(), read_time(turn.said_at)
+    said = (turn.text, turn.speaker, turn.said_at)
+    cursor = connection.execute(
+        "INSERT INTO facts (id, scope, text, speaker, said_at, created_at, metadata, expires_at, "
+        "happened_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        (fact_id, _rows.scope_code(connection, scope), *said, now, meta, turn.expires_at, happened_at),
+    )
+    assert cursor.lastrowid is not None
+    _vectors.store(connection, embedder, cursor.lastrowid, vector)
+    return Fact(
+        fact_id, cursor.lastrowid, scope, *said, now, now, json.loads(meta), turn.expires_at, happened_at
+    )
+
+
+def _ids(scope: Scope) -> tuple[str | None, str | None, str | None]:
+    return scope.user_id, scope.agent_id, scope.run_id

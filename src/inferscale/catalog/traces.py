@@ -1,0 +1,112 @@
+"""What a catalog still holds of a scope, or of facts that are gone.
+
+Goes through the tables by their columns (`scope`: code of an exact scope; `fact`: number of a fact), so that
+a table that is added later is looked through as well. Reads only.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from inferscale.catalog.database import Database
+from inferscale.catalog.passes import known_keys
+from inferscale.catalog.rows import covered
+from inferscale.facts import Scope
+
+_NUMBERS_ONLY = ("changes",)
+"""Holds numbers of facts that are gone on purpose: so other processes learn of it."""
+_TEXTS = (
+    ("facts", "text"), ("facts", "metadata"), ("past", "text"), ("past", "revisions"), ("past", "reason"),
+    ("revisions", "text"),
+)  # fmt: skip
+
+
+class TableTraces(NamedTuple):
+    """Rows of one table. of_scope: of the scope or of its facts. orphans: of facts that do not exist."""
+
+    table: str
+    of_scope: int
+    orphans: int
+
+
+class CatalogTraces:
+    """Reads of one catalog file, over a connection of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self._database = Database(path)
+
+    def close(self) -> None:
+        """Empty the log, where nobody else is reading, and close the file."""
+        self._database.empty_log()
+        self._database.close()
+
+    def tables(self, filter: Scope) -> list[TableTraces]:
+        """What each table that belongs to scopes or facts holds."""
+        where, values = covered(filter)
+        in_scope = "(SELECT value FROM json_each(?))"
+        facts = f"(SELECT seq FROM facts WHERE scope IN {in_scope})"
+        found = []
+        with self._database.read() as connection:
+            rows = connection.execute(f"SELECT id FROM scopes WHERE {where}", values).fetchall()
+            codes = json.dumps([row[0] for row in rows])
+            for table, columns in _tables(connection):
+                of_scope = orphans = 0
+                if "scope" in columns:
+                    of_scope = _count(connection, table, f"scope IN {in_scope}", codes)
+                if "fact" in columns:
+                    of_scope += _count(connection, table, f"fact IN {facts}", codes)
+                    orphans = _count(connection, table, "fact NOT IN (SELECT seq FROM facts)")
+                found.append(TableTraces(table, of_scope, orphans))
+        return found
+
+    def keys(self, filter: Scope) -> set[str]:
+        """Keys of all encodings of the scope's facts, of all models."""
+        where, values = covered(filter)
+        with self._database.read() as connection:
+            found = connection.execute(
+                "SELECT e.key FROM encodings e JOIN facts f ON f.seq = e.fact "
+                f"WHERE f.scope IN (SELECT id FROM scopes WHERE {where})",
+                values,
+            )
+            return {row[0] for row in found}
+
+    def unnamed(self, keys: Iterable[str]) -> set[str]:
+        """Those of the keys that no encoding has."""
+        wanted = list(keys)
+        with self._database.read() as connection:
+            return set(wanted) - known_keys(connection, wanted)
+
+    def is_said(self, text: str) -> bool:
+        """Whether any fact or history of any scope says this, alone or within other words."""
+        shapes = {text, json.dumps(text)[1:-1]}
+        with self._database.read() as connection:
+            return any(
+                connection.execute(
+                    f"SELECT EXISTS (SELECT 1 FROM {table} WHERE instr({column}, ?))", (shape,)
+                ).fetchone()[0]
+                for table, column in _TEXTS
+                for shape in shapes
+            )
+
+
+def _tables(connection: sqlite3.Connection) -> list[tuple[str, set[str]]]:
+    """Tables with a column `scope` or `fact`, by name."""
+    names = connection.execute(
+        "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%' ORDER BY name"
+    ).fetchall()
+    tables = []
+    for (name,) in names:
+        if name in _NUMBERS_ONLY:
+            continue
+        columns = {row[1] for row in connection.execute(f'PRAGMA table_info("{name}")')}
+        if columns & {"scope", "fact"}:
+            tables.append((name, columns))
+    return tables
+
+
+def _count(connection: sqlite3.Connection, table: str, condition: str, *values: str) -> int:
+    return int(connection.execute(f'SELECT count(*) FROM "{table}" WHERE {condition}', values).fetchone()[0])

@@ -1,0 +1,165 @@
+"""Commands for who runs a data folder: audit, backup, restore, reembed. They need no engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from inferscale.cli.options import json_option, memory_options, scope_options
+from inferscale.cli.output import emit, say
+from inferscale.config import default_data_dir
+from inferscale.errors import InvalidInput
+from inferscale.facts import Scope
+from inferscale.operations.audit import Audit, Finding, Numbers
+from inferscale.turns import read_scope
+
+_KEY_VARIABLE = "INFERSCALE_API_KEY"
+_FOUND = 1
+
+_data_dir_option = click.option(
+    "--data-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where facts are stored. Default: $INFERSCALE_HOME or ~/.local/share/inferscale.",
+)
+
+
+@click.command()
+@scope_options
+@click.option("--text", "texts", multiple=True, help="A text that must not be there. May be given often.")
+@click.option(
+    "--texts", "text_file", type=click.File(encoding="utf-8"), help="A file of such texts, one a line (-)."
+)
+@click.option("--url", help="A running server with the memory API, to be asked as well.")
+@click.option(
+    "--api-key-env",
+    metavar="NAME",
+    help=f"Environment variable that holds its API key. Default: {_KEY_VARIABLE}, if it is set.",
+)
+@_data_dir_option
+@json_option
+@click.pass_context
+def audit(
+    context: click.Context,
+    user_id: str | None,
+    agent_id: str | None,
+    run_id: str | None,
+    texts: tuple[str, ...],
+    text_file: Any,
+    url: str | None,
+    api_key_env: str | None,
+    data_dir: Path | None,
+    as_json: bool,
+) -> None:
+    """Look for anything that is left of a user, agent or run. Deletes nothing.
+
+    Looks through the tables of the data folder, the free pages of its file, the files of KV, with --text or
+    --texts the bytes of all files, and with --url a running server. The exit status is 0 where nothing was
+    found and 1 where something was.
+    """
+    from inferscale.operations.audit import audit as look
+
+    scope = read_scope(user_id, agent_id, run_id)
+    given = [*texts, *(line.rstrip("\n") for line in text_file or ())]
+    server = None if url is None else _asked(url, api_key_env, scope)
+    found = look(data_dir or default_data_dir(), scope, [text for text in given if text.strip()], server)
+    for finding in found.findings if as_json else ():
+        emit({**finding._asdict(), "scope": scope.describe()})
+    if not as_json:
+        _show(found)
+    if not found.is_clean:
+        context.exit(_FOUND)
+
+
+@click.command()
+@click.argument("target", type=click.Path(path_type=Path))
+@_data_dir_option
+@json_option
+def backup(target: Path, data_dir: Path | None, as_json: bool) -> None:
+    """Copy the data folder to TARGET, a new folder or a name that ends in .tar.
+
+    Servers may go on meanwhile: the copy is of one moment. KV is not in it; it is made again from the texts.
+    What is deleted later is still in a backup: remove old ones.
+    """
+    from inferscale.operations.backup import backup as copy
+
+    copied = copy(data_dir or default_data_dir(), target)
+    emit(_jsonable(copied)) if as_json else click.echo(copied.path)
+    say(f"{copied.num_facts} facts, {copied.size_bytes} bytes.")
+
+
+@click.command()
+@click.argument("source", type=click.Path(path_type=Path))
+@_data_dir_option
+@json_option
+def restore(source: Path, data_dir: Path | None, as_json: bool) -> None:
+    """Put a backup into an empty data folder, once it was checked."""
+    from inferscale.operations.backup import restore as put_back
+
+    restored = put_back(source, data_dir or default_data_dir())
+    emit(_jsonable(restored)) if as_json else click.echo(restored.path)
+    say(f"{restored.num_facts} facts, {restored.size_bytes} bytes.")
+
+
+@click.command()
+@memory_options
+@click.option(
+    "--embedder-device", metavar="DEVICE", default="cpu", show_default=True, help="Such as cpu or cuda:0."
+)
+@json_option
+def reembed(data_dir: Path | None, embedder: str | None, embedder_device: str, as_json: bool) -> None:
+    """Change the embedder of a data folder: embed all its facts anew.
+
+    Servers may use the folder meanwhile, with the embedder that it has. The new vectors are used from the
+    moment all are there; start servers again with the new --embedder then. Killed, it goes on where it was.
+    """
+    from inferscale.operations.reembed import reembed as embed_anew
+    from inferscale.retrieval import open_embedder
+
+    folder = data_dir or default_data_dir()
+    opened = open_embedder(embedder, embedder_device, say)
+    done = embed_anew(folder, opened, lambda progress: say(f"{progress.num_done} of {progress.num_facts}"))
+    if as_json:
+        emit({**done._asdict(), "embedder": opened.name})
+    elif done.is_new:
+        click.echo(f"{done.num_facts} facts have vectors of {opened.name}.")
+    else:
+        click.echo(f"Nothing to do: the vectors are of {opened.name}.")
+
+
+def _asked(url: str, variable: str | None, scope: Scope) -> Numbers:
+    """What the server counts for this scope."""
+    from inferscale.client import Client
+
+    key = os.environ.get(variable or _KEY_VARIABLE, "").strip()
+    if variable and not key:
+        raise InvalidInput(f"The environment variable {variable}, named by --api-key-env, is not set.")
+    with Client(url, key or None) as client:
+        return client.stats(user_id=scope.user_id, agent_id=scope.agent_id, run_id=scope.run_id)
+
+
+def _show(found: Audit) -> None:
+    rows = [(_verdict(finding), finding.place, finding.what, finding.note) for finding in found.findings]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        click.echo("  ".join([*cells, row[3]]).rstrip())
+    say("Nothing was found." if found.is_clean else _summary(found.findings))
+
+
+def _verdict(finding: Finding) -> str:
+    if finding.num_found is None:
+        return "not checked"
+    return f"{finding.num_found} found" if finding.num_found else "nothing"
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    places = dict.fromkeys(finding.place for finding in findings if finding.num_found)
+    return f"Found in: {', '.join(places)}."
+
+
+def _jsonable(copied: Any) -> dict[str, Any]:
+    return {**copied._asdict(), "path": str(copied.path)}

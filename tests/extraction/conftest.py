@@ -1,0 +1,6 @@
+"""The stand-ins of all tests are this folder's too."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
