@@ -87,7 +87,8 @@ def measure(arguments: argparse.Namespace, tier: str) -> dict[str, Any]:
             arguments.model,
             MemoryConfig(folder, embedder_device="cpu"),
             connector=connector,
-            engine_args={"max_model_len": 8192},
+            # A step must not capture more than the small pool holds.
+            engine_args={"max_model_len": 8192, "max_num_batched_tokens": 1024},
         ) as llm:
             for user in USERS:
                 llm.add(list(conversation.turns), user_id=user)
@@ -100,7 +101,9 @@ def measure(arguments: argparse.Namespace, tier: str) -> dict[str, Any]:
                         llm.engine.reset_prefix_cache()
                         result = llm.chat(question, user_id=user, top_k=arguments.k, mode=mode, max_tokens=1)
                         if mode == "inject" and result.num_missing_tokens:
-                            raise SystemExit(f"{result.num_missing_tokens} tokens of facts were prefilled")
+                            raise SystemExit(
+                                f"{result.num_missing_tokens} tokens of facts were prefilled: {llm.stats()}"
+                            )
                         if number >= 0:
                             times.setdefault("text" if mode == "text" else tier, []).append(result.ttft_ms)
             return {"ttft_ms": times, "stats": llm.stats()}
