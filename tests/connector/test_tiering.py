@@ -201,6 +201,35 @@ def test_random_work_on_two_tiers(make_engine: Make, runner: str, depth: int, tm
     assert found["tokens_injected"] > 0
     assert found["host_hits"] > 0
     assert found["disk_hits"] > 0
+    tiering = engine.side.tiering
+    assert tiering is not None
+    for tier in tiering.tiers:
+        assert {key for name, key in engine.worker.lower if name == tier.name} == set(tier.all_keys())
+    engine.check_idle()
+
+
+def test_a_copy_that_made_room_while_it_came_does_not_stay(make_engine: Make, tmp_path: Path) -> None:
+    size = 12 * TOKEN_BYTES
+    engine = make_engine(
+        pool_pages=9,
+        host_size_bytes=size,
+        disk_size_bytes=64 * KIB,
+        disk_dir=str(tmp_path),
+        max_share=1.0,
+    )
+    remember(engine, *FACTS[:6])
+    assert [key for tier, key in engine.worker.lower if tier == "host"] == [key_of(FACTS[5])]
+    engine.worker.load_steps = 6
+    engine.chat("waits", FACTS[0] + QUESTION, FACTS[0])
+    engine.step()  # room in host memory is made for what comes
+    engine.encode("other", [3, *FACTS[6]], (1, 13))  # and again for what is captured meanwhile
+    engine.run()
+    engine.add("filler", [5] * 20, max_tokens=4)
+    engine.run()
+    tiering = engine.side.tiering
+    assert tiering is not None
+    in_host = {key for tier, key in engine.worker.lower if tier == "host"}
+    assert in_host == set(tiering.tiers[0].all_keys())
     engine.check_idle()
 
 

@@ -203,12 +203,13 @@ class Tiering:
         else:
             self.loads_failed += 1
             self.table.abandon(key)
-        if not is_good or loading.is_forgotten:
-            names = {loading.source.name} | ({"host"} if loading.kept else set())
-            for tier in self.tiers:
-                if tier.name in names:
-                    tier.remove(key)
-                    self._orders.drops.append(Drop(tier.name, (key,)))
+        is_lost = not is_good or loading.is_forgotten
+        names = {loading.source.name} | ({"host"} if loading.kept else set())
+        for tier in self.tiers:
+            # A copy that had to make room while it came is in the worker's memory all the same.
+            if tier.name in names and (is_lost or tier.get(key) is None):
+                tier.remove(key)
+                self._orders.drops.append(Drop(tier.name, (key,)))
 
     def forget(self, keys: Iterable[str]) -> int:
         """Remove all copies; how many segments had one. A load that is under way ends in nothing."""
