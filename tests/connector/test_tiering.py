@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 from symbolic_engine import PAGE_SIZE, TOKEN_BYTES, SymbolicEngine, key_of
 
+from inferscale.config import ConnectorConfig
 from inferscale.connector import tiering as tiering_module
+from inferscale.connector.tiering import open_tiering
 from inferscale.errors import InvalidConfig
 from inferscale.plan import Order
+from inferscale.pool.disk import DiskStore
+from inferscale.pool.table import PageTable
 
 Make = Callable[..., SymbolicEngine]
 
@@ -231,6 +235,21 @@ def test_a_copy_that_made_room_while_it_came_does_not_stay(make_engine: Make, tm
     in_host = {key for tier, key in engine.worker.lower if tier == "host"}
     assert in_host == set(tiering.tiers[0].all_keys())
     engine.check_idle()
+
+
+def test_what_only_another_rank_has_is_removed_at_the_start(tmp_path: Path) -> None:
+    first = DiskStore(tmp_path, "format", 0, 8)
+    second = first.of_rank(1)
+    for store, keys in ((first, ["aa"]), (second, ["aa", "bb"])):
+        store.open()
+        for key in keys:
+            store.write(key, memoryview(b"x" * 16), 0)
+    config = ConnectorConfig(disk_size_bytes=KIB, disk_dir=str(tmp_path))
+    tiering = open_tiering(config, PageTable(4, PAGE_SIZE), first, 2)
+    assert tiering is not None
+    assert tiering.tiers[0].all_keys() == ["aa"]
+    assert [file.key for file in second.scan()] == ["aa"]
+    tiering.close()
 
 
 def test_settings_that_do_not_go_together(make_engine: Make) -> None:

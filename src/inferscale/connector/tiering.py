@@ -249,9 +249,9 @@ def open_tiering(
 ) -> Tiering | None:
     """The tiers that the settings name, with what an earlier engine left on disk; None without any.
 
-    store: of the first rank, whose files stand for those of all. Files beyond the tier's size are removed,
-    the oldest first. Where another engine uses the files, this one goes without. Raises InvalidConfig where
-    the folder cannot be used.
+    store: of the first rank, whose files stand for those of all; what only others have is removed. So are
+    files beyond the tier's size, the oldest first. Where another engine uses the files, this one goes
+    without. Raises InvalidConfig where the folder cannot be used.
     """
     tiers: list[Tier] = []
     if config.host_bytes:
@@ -268,7 +268,13 @@ def open_tiering(
     tiering = Tiering(table, tiers, size_of, num_ranks)
     if lock is not None:
         tiering.lock = lock
-        tiering.restore(sorted(store.scan(), key=lambda file: file.used_s))
+        found = sorted(store.scan(), key=lambda file: file.used_s)
+        known = {file.key for file in found}
+        for other in map(store.of_rank, range(1, num_ranks)):
+            for file in other.scan():  # of a process that was killed: nothing would ever remove it
+                if file.key not in known:
+                    other.remove(file.key)
+        tiering.restore(found)
     return tiering
 
 

@@ -60,6 +60,10 @@ class DiskStore:
         self._num_drafts = 0
         self._lock = threading.Lock()
 
+    def of_rank(self, rank: int) -> DiskStore:
+        """The files of another rank, in the same folder."""
+        return DiskStore(self.folder.parent.parent, self.folder.parent.name, rank, self.token_bytes)
+
     def open(self) -> None:
         """Make the folder. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
