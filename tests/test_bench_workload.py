@@ -13,12 +13,13 @@ from fakes import WordEmbedder
 from inferscale.bench.conversation import BenchConversation
 from inferscale.bench.engine import EngineSpec, random_weights
 from inferscale.bench.options import RandomTokens
-from inferscale.bench.shapes import SHAPES, kv_shape, model_folder, token_size_bytes
+from inferscale.bench.shapes import SHAPES, model_folder, token_size_bytes
 from inferscale.bench.source import Need, RandomSource, SpokenSource, sized
 from inferscale.bench.spoken import SpokenWorkload
 from inferscale.bench.workload import RandomWorkload, fact_lengths
 from inferscale.errors import InvalidInput
 from inferscale.facts import Turn
+from inferscale.model_size import kv_shape
 
 CONVERSATION = BenchConversation(
     "talk",

@@ -58,6 +58,16 @@ def test_a_config_says_the_same_as_the_name(tmp_path: Path, shape: str) -> None:
         assert token_bytes_of(model, "float32") == 2 * token_bytes_of(NAMES[shape], "bfloat16")
 
 
+@pytest.mark.parametrize(("dtype", "scales"), [("int8", 2 * 2 * 32 * 8 * 4), ("fp8", 2 * 2 * 32 * 8)])
+def test_a_quantized_pool_takes_a_byte_an_element_and_scales(
+    tmp_path: Path, dtype: str, scales: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"]))
+    assert token_bytes_of("Llama-3.1-8B", dtype) == 65_536 + scales
+    assert token_bytes_of(str(tmp_path), dtype) == 65_536 + scales
+    assert plan("Llama-3.1-8B", 10, 10, dtype=dtype).dtype == dtype
+
+
 def test_a_plan_by_hand() -> None:
     planned = plan("Llama-3.1-8B", 10_000, 100, talking=50)
     assert (planned.token_bytes, planned.facts_per_gib, planned.dtype) == (131_072, 256, "bfloat16")

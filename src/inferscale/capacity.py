@@ -9,30 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast, get_args
 
-from inferscale.config import ConnectorConfig
+from inferscale.config import ConnectorConfig, PoolDtype
 from inferscale.errors import InvalidInput
-from inferscale.model_size import model_size
+from inferscale.model_size import KvShape, model_kv_shape, model_size
+from inferscale.row_size import RowShape
 
 GIB = 2**30
-DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of an element, by the dtype of the pool, which is that of vLLM's cache."""
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "fp8": 1}
+"""Bytes of an element, by the dtype that the pool keeps: that of vLLM's cache, or a quantized one, which adds
+scales (`row_size`)."""
+_QUANTIZED = get_args(PoolDtype)[1:]
 
 _DISK_HEADER_BYTES = 66
 _DISK_BLOCK_BYTES = 4096
-
-
-class KvShape(NamedTuple):
-    """What a model keeps of each token: 2 · layers · heads · head_dim elements."""
-
-    layers: int
-    heads: int
-    head_dim: int
-
-    @property
-    def elements(self) -> int:
-        return 2 * self.layers * self.heads * self.head_dim
 
 
 COMMON: Mapping[str, KvShape] = {
@@ -89,18 +80,27 @@ def facts_per_gib(token_bytes: int, num_tokens: int) -> int:
     return GIB // fact_size(token_bytes, num_tokens).pool
 
 
+def row_bytes(shape: KvShape, pool_dtype: PoolDtype) -> int:
+    """KV of one token in a quantized pool, with its scales."""
+    return RowShape(((shape.heads, shape.head_dim),) * shape.layers).row_bytes(pool_dtype, 1)
+
+
 def token_bytes_of(model: str, dtype: str | None) -> int:
     """KV of one token. model: a name of `COMMON`, a folder, a config.json, or a hub name.
 
-    dtype: None for the model's own, bfloat16 for a name of `COMMON`. Raises InvalidInput.
+    dtype: of the pool; None for the model's own, bfloat16 for a name of `COMMON`. Raises InvalidInput.
     """
     if dtype is not None and dtype not in DTYPES:
         raise InvalidInput(f"dtype is {dtype!r}; allowed are {', '.join(DTYPES)}.")
     shape = _common(model)
-    if shape is not None:
+    if shape is not None and dtype not in _QUANTIZED:
         return shape.elements * DTYPES[dtype or "bfloat16"]
     path = Path(model)
     folder = str(path.parent) if path.name == "config.json" and path.is_file() else model
+    if dtype in _QUANTIZED:
+        shape = shape or model_kv_shape(folder)
+        if shape is not None:
+            return row_bytes(shape, cast(PoolDtype, dtype))
     size = model_size(folder, {"dtype": dtype or "auto", "kv_cache_dtype": dtype or "auto"})
     if size is None:
         raise InvalidInput(

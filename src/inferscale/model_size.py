@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from inferscale.budget import MIN_CACHE_TOKENS, ModelSize
 
@@ -33,22 +33,53 @@ def model_size(model: str, engine_args: Mapping[str, Any]) -> ModelSize | None:
     if folder is None:
         return None
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        overrides = engine_args.get("hf_overrides")
-        if isinstance(overrides, Mapping):
-            config |= overrides
-        return _size(config, folder, engine_args)
+        return _size(_config_of(folder, engine_args), folder, engine_args)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
         return None
+
+
+def model_kv_shape(model: str) -> KvShape | None:
+    """What a model keeps of a token, all workers together. model, None: as in `model_size`."""
+    folder = _folder_of(model, None)
+    if folder is None:
+        return None
+    try:
+        return kv_shape(_config_of(folder, {}))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
+        return None
+
+
+def _config_of(folder: Path, engine_args: Mapping[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    overrides = engine_args.get("hf_overrides")
+    return config | dict(overrides) if isinstance(overrides, Mapping) else config
+
+
+class KvShape(NamedTuple):
+    """What a model keeps of each token: 2 · layers · heads · head_dim elements."""
+
+    layers: int
+    heads: int
+    head_dim: int
+
+    @property
+    def elements(self) -> int:
+        return 2 * self.layers * self.heads * self.head_dim
+
+
+def kv_shape(config: Mapping[str, Any], ranks: int = 1) -> KvShape:
+    """Of one of so many workers. Raises KeyError for a configuration of another form."""
+    text = config.get("text_config") or config
+    heads = text["num_attention_heads"]
+    kv_heads = max(1, (text.get("num_key_value_heads") or heads) // ranks)
+    head_dim = text.get("head_dim") or text["hidden_size"] // heads
+    return KvShape(text["num_hidden_layers"], kv_heads, head_dim)
 
 
 def _size(config: Mapping[str, Any], folder: Path, engine_args: Mapping[str, Any]) -> ModelSize:
     text = config.get("text_config") or config
     ranks = int(engine_args.get("tensor_parallel_size") or 1)
     item_bytes = _item_bytes(engine_args.get("dtype", "auto"), config, text)
-    heads = text["num_attention_heads"]
-    kv_heads = max(1, (text.get("num_key_value_heads") or heads) // ranks)
-    head_dim = text.get("head_dim") or text["hidden_size"] // heads
     kv_item = _ITEM_BYTES.get(_dtype_name(engine_args.get("kv_cache_dtype", "auto")), item_bytes)
     weights = file_bytes(folder, item_bytes, is_quantized="quantization_config" in config)
     if weights is None:
@@ -61,7 +92,7 @@ def _size(config: Mapping[str, Any], folder: Path, engine_args: Mapping[str, Any
     is_given = isinstance(given, int) and given > 0
     return ModelSize(
         weights // ranks,
-        2 * text["num_hidden_layers"] * kv_heads * head_dim * kv_item,
+        kv_shape(config, ranks).elements * kv_item,
         int(given)
         if isinstance(given, int) and is_given
         else int(text.get("max_position_embeddings") or MIN_CACHE_TOKENS),

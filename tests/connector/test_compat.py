@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from inferscale.connector import compat
 from inferscale.connector.layout import LayerCache
 from inferscale.errors import NotRelocatable, UnsupportedLayout
+from inferscale.row_size import RowShape
 
 FULL = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
 
@@ -45,14 +46,14 @@ def caches(*specs: Any) -> KVCacheConfig:
 
 def test_sizes_of_a_plain_model() -> None:
     shape = compat.cache_shape(vllm_config(), caches(FullAttentionSpec(**FULL)))
-    assert shape == (10, 16, 2 * 2 * 8 * 2)
+    assert shape == (10, 16, RowShape(((2, 8),)), torch.bfloat16)
 
 
 def test_sizes_of_layers_that_differ() -> None:
     specs = {"a": FullAttentionSpec(**FULL), "b": FullAttentionSpec(**{**FULL, "num_kv_heads": 3})}
     config = caches(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
     config.kv_cache_groups[0].layer_names = ["a", "b"]
-    assert compat.cache_shape(vllm_config(), config).token_size_bytes == 2 * 8 * 2 * (2 + 3)
+    assert compat.cache_shape(vllm_config(), config).token == RowShape(((2, 8), (3, 8)))
 
 
 def test_sliding_window_managers_are_refused() -> None:

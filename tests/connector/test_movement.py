@@ -11,13 +11,16 @@ import pytest
 import torch
 from fake_layers import LAYOUTS, flash_025, flash_03x
 
-from inferscale.connector.layout import LayerCache, probe_layout
+from inferscale.config import PoolDtype
+from inferscale.connector.layout import LayerCache, flat_storage, probe_layout, write_kv
 from inferscale.connector.movement import Caches, PortableMover, choose_mover
 from inferscale.errors import UnsupportedLayout
 from inferscale.kernels.fused import FusedMover
 from inferscale.pool.moves import Moves, single_run
-from inferscale.pool.slab import RowShape, Slab
+from inferscale.pool.row_format import RowFormat
+from inferscale.pool.slab import Slab
 from inferscale.rope import Rotary
+from inferscale.row_size import RowShape
 
 pytest.importorskip("triton")
 
@@ -34,9 +37,9 @@ def caches_of(layers: list[LayerCache]) -> Caches:
     return Caches(layers, [layout] * len(layers))
 
 
-def slab_of(layers: list[LayerCache]) -> Slab:
+def slab_of(layers: list[LayerCache], pool_dtype: PoolDtype = "auto") -> Slab:
     shape = RowShape(tuple((layer.num_kv_heads, layer.head_dim) for layer in layers))
-    return Slab(6, 4, shape, layers[0].cache.dtype, torch.device("cpu"))
+    return Slab(6, 4, RowFormat(shape, layers[0].cache.dtype, pool_dtype), torch.device("cpu"))
 
 
 def choose(layers: list[LayerCache], path: Any = "auto", *, interpret: bool = True) -> Any:
@@ -55,9 +58,10 @@ def test_regular_layouts_are_served_by_the_kernels_and_others_are_not(name: str)
         assert torch.equal(layer.cache, cache), "the scratch block is as it was"
 
 
-def test_the_kernels_move_what_the_portable_path_moves() -> None:
+@pytest.mark.parametrize("pool_dtype", ["auto", "int8", "fp8"])
+def test_the_kernels_move_what_the_portable_path_moves(pool_dtype: PoolDtype) -> None:
     layers = [flash_03x(BLOCKS, BLOCK, HEADS, DIM, torch.float32) for _ in range(3)]
-    slab, caches = slab_of(layers), caches_of(layers)
+    slab, caches = slab_of(layers, pool_dtype), caches_of(layers)
     fused = choose_mover(slab, caches, rotary(), BLOCK, 20, "auto", compile=False, interpret=True)
     assert isinstance(fused, FusedMover)
     assert slab.data.eq(0).all(), "nothing of the check is left in the slab"
@@ -77,6 +81,33 @@ def test_the_kernels_move_what_the_portable_path_moves() -> None:
     fused.zero(np.array([2], dtype=np.int32))
     assert slab.data[8:12].eq(0).all()
     assert slab.data[3].ne(0).any()
+
+
+@pytest.mark.parametrize("pool_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("dims", [(2, 16), (2, 16, 1, 32)], ids=["alike", "different"])
+def test_quantized_layers_come_back(pool_dtype: PoolDtype, dims: tuple[int, ...]) -> None:
+    """Through the pool and to another place: what was captured, to the precision of its format."""
+    shapes = list(zip(dims[::2], dims[1::2], strict=True)) * 2
+    layers = [flash_03x(BLOCKS, BLOCK, heads, dim, torch.float32) for heads, dim in shapes]
+    layouts = [probe_layout(layer, BLOCKS) for layer in layers]
+    slab = slab_of(layers, pool_dtype)
+    turning = rotary() if len(set(shapes)) == 1 else Rotary(rotary().inv_freq, DIM, DIM, False)
+    mover = PortableMover(slab, Caches(layers, layouts), turning, BLOCK, compile=False)
+    written = []
+    for layer in layers:
+        keys = torch.randn((4, layer.num_kv_heads, layer.head_dim))
+        values = torch.randn_like(keys)
+        write_kv(layer, keys, values, torch.arange(8, 12))
+        written.append((keys, values))
+    rows = np.array([3, 4, 9, 23], dtype=np.int32)
+    mover.capture(single_run(rows, 8, [0, 0, 2], BLOCK))
+    mover.inject(single_run(rows, 8, [0, 0, 3], BLOCK))
+    limit = 0.02 if pool_dtype == "int8" else 0.15
+    for layer, layout, (keys, values) in zip(layers, layouts, written, strict=True):
+        found = flat_storage(layer.cache)[layout.element_index(torch.arange(12, 16))]
+        wanted = torch.stack((keys, values), dim=1).flatten(1)
+        assert float((found - wanted).abs().max()) < limit
+        assert not torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("broken", ["inject", "capture"])
@@ -104,7 +135,7 @@ def test_kernels_that_give_something_else_are_not_trusted(
 def test_zeroing_that_misses_is_not_trusted(monkeypatch: pytest.MonkeyPatch, page: int) -> None:
     layers = [flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)]
     shape = RowShape(((HEADS, DIM),))
-    slab = Slab(3, page, shape, torch.float32, torch.device("cpu"))
+    slab = Slab(3, page, RowFormat(shape, torch.float32), torch.device("cpu"))
     slab.data.normal_()
     before = slab.data.clone()
 

@@ -11,11 +11,14 @@ import pytest
 import torch
 from cases import LAYOUTS, Sizes, check_capture, check_injection, make
 
+from inferscale.config import PoolDtype
 from inferscale.errors import UnsupportedLayout
 from inferscale.kernels.fused import FusedMover
 from inferscale.kernels.geometry import geometry_of
 from inferscale.kernels.staging import NUM_BUFFERS, Staging
-from inferscale.pool.slab import RowShape, Slab
+from inferscale.pool.row_format import RowFormat
+from inferscale.pool.slab import Slab
+from inferscale.row_size import RowShape
 
 pytest.importorskip("triton")
 
@@ -59,6 +62,29 @@ def test_injection_equals_the_portable_path(device: str, sizes: Sizes, interleav
 def test_capture_is_bit_identical(device: str, layout: str, sizes: Sizes) -> None:
     for number, dtype in enumerate(DTYPES):
         case = make(layout, sizes, dtype, interleaved=False, seed=number, device=device)
+        check_capture(case, interpret=device == "cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("pool_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("sizes", SHAPES, ids=lambda s: f"{s.heads}x{s.dim}-rotary{s.rotary}")
+def test_quantized_rows(device: str, pool_dtype: PoolDtype, sizes: Sizes) -> None:
+    """Captured to the last bit as the portable path quantizes, and injected as it reads them."""
+    for number, dtype in enumerate(DTYPES):
+        if device == "cpu" and number != SHAPES.index(sizes) % len(DTYPES):
+            continue  # the interpreter is slow
+        layout = LAYOUTS[(number + sizes.heads) % len(LAYOUTS)]
+        for interleaved in (False, True):
+            case = make(
+                layout,
+                sizes,
+                dtype,
+                interleaved=interleaved,
+                seed=number,
+                device=device,
+                pool_dtype=pool_dtype,
+            )
+            check_injection(case, interpret=device == "cpu", ulps=16 if dtype == torch.float32 else 1.01)
         check_capture(case, interpret=device == "cpu")
 
 
@@ -113,6 +139,7 @@ def test_a_layout_that_is_no_sum_of_strides_has_no_geometry() -> None:
 
 def test_layers_of_different_shapes_are_refused() -> None:
     case = make("nhd", Sizes(), torch.float32, interleaved=False, seed=0)
-    slab = Slab(2, 4, RowShape(((2, 64), (1, 64))), torch.float32, torch.device("cpu"))
+    row_format = RowFormat(RowShape(((2, 64), (1, 64))), torch.float32)
+    slab = Slab(2, 4, row_format, torch.device("cpu"))
     with pytest.raises(UnsupportedLayout, match="different shapes"):
         FusedMover(slab, case.caches, case.geometry, case.rotary, 16, 8, interpret=True)

@@ -8,8 +8,11 @@ import warnings
 import pytest
 import torch
 
+from inferscale.config import PoolDtype
 from inferscale.kernels.reference import compile_gather, make_gather
+from inferscale.pool.row_format import RowFormat
 from inferscale.rope import Rotary, delta_cos_sin, relocate
+from inferscale.row_size import RowShape
 
 ROWS, LAYERS, HEADS, DIM = 50, 3, 2, 12
 
@@ -22,6 +25,10 @@ def rotary(part: int, interleaved: bool) -> Rotary:
 
 def pool_of(dtype: torch.dtype) -> torch.Tensor:
     return torch.randn(ROWS, LAYERS, 2, HEADS, DIM, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def format_of(dtype: torch.dtype, pool_dtype: PoolDtype = "auto") -> RowFormat:
+    return RowFormat(RowShape(((HEADS, DIM),) * LAYERS), dtype, pool_dtype)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,7 +45,7 @@ def test_gather_equals_relocate(interleaved: bool, part: int, dtype: torch.dtype
     rows = torch.randint(0, ROWS, (n,), generator=generator)
     deltas = torch.randint(-3, 4, (n,), generator=generator) * 1000
     cos, sin = delta_cos_sin(deltas, rope)
-    keys, values = make_gather(rope)(pool, rows, cos, sin, deltas != 0)
+    keys, values = make_gather(rope, format_of(pool.dtype))(pool.flatten(1), rows, cos, sin, deltas != 0)
     picked = pool[rows].transpose(0, 1)
     assert keys.shape == values.shape == (LAYERS, n, HEADS, DIM)
     assert keys.is_contiguous()
@@ -56,7 +63,9 @@ def test_rows_that_do_not_move_keep_their_bits(dtype: torch.dtype, value: float)
     rope, pool = rotary(DIM, False), pool_of(dtype)
     pool[4] = value
     rows, deltas = torch.tensor([4, 5, 4]), torch.tensor([0, 9, 0])
-    keys, values = make_gather(rope)(pool, rows, *delta_cos_sin(deltas, rope), deltas != 0)
+    keys, values = make_gather(rope, format_of(pool.dtype))(
+        pool.flatten(1), rows, *delta_cos_sin(deltas, rope), deltas != 0
+    )
     for index in (0, 2):
         assert torch.equal(bits(keys[:, index]), bits(pool[4][:, 0]))
         assert torch.equal(bits(values[:, index]), bits(pool[4][:, 1]))
@@ -69,24 +78,30 @@ def test_the_pool_is_left_alone() -> None:
     rope, pool = rotary(DIM, False), pool_of(torch.float32)
     before = pool.clone()
     deltas = torch.tensor([5, 6])
-    make_gather(rope)(pool, torch.tensor([1, 2]), *delta_cos_sin(deltas, rope), deltas != 0)
+    make_gather(rope, format_of(pool.dtype))(
+        pool.flatten(1), torch.tensor([1, 2]), *delta_cos_sin(deltas, rope), deltas != 0
+    )
     assert torch.equal(pool, before)
 
 
 def test_there_and_back_again() -> None:
     rope, pool = rotary(DIM, False), pool_of(torch.float32)
     rows, deltas = torch.arange(ROWS), torch.arange(ROWS)
-    gather = make_gather(rope)
-    moved = gather(pool, rows, *delta_cos_sin(deltas, rope), deltas != 0)
+    gather = make_gather(rope, format_of(pool.dtype))
+    moved = gather(pool.flatten(1), rows, *delta_cos_sin(deltas, rope), deltas != 0)
     there = torch.stack((moved.keys, moved.values), dim=2).transpose(0, 1).contiguous()
-    back = gather(there, rows, *delta_cos_sin(-deltas, rope), deltas != 0)
+    back = gather(there.flatten(1), rows, *delta_cos_sin(-deltas, rope), deltas != 0)
     torch.testing.assert_close(back.keys, pool[:, :, 0].transpose(0, 1), rtol=0, atol=2e-6)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compiled_equals_eager_and_no_request_pays_for_a_compilation() -> None:
-    rope, pool = rotary(DIM, False), pool_of(torch.float32)
-    eager = make_gather(rope)
+@pytest.mark.parametrize("pool_dtype", ["auto", "int8", "fp8"])
+def test_compiled_equals_eager_and_no_request_pays_for_a_compilation(pool_dtype: PoolDtype) -> None:
+    rope, row_format = rotary(DIM, False), format_of(torch.float32, pool_dtype)
+    pool = torch.zeros((ROWS, row_format.num_columns), dtype=row_format.storage_dtype)
+    for layer in range(LAYERS):
+        row_format.store_layer(pool, torch.arange(ROWS), layer, pool_of(torch.float32)[:, layer].flatten(1))
+    eager = make_gather(rope, row_format)
     with warnings.catch_warnings(), torch.inference_mode():
         warnings.simplefilter("ignore")
         torch._dynamo.reset()
@@ -119,6 +134,6 @@ def test_without_a_compiler_the_plain_function_is_used(
         return fails
 
     monkeypatch.setattr(torch, "compile", no_compiler)
-    gather = make_gather(rotary(DIM, False))
-    assert compile_gather(gather, pool_of(torch.float32), DIM // 2) is gather
+    gather = make_gather(rotary(DIM, False), format_of(torch.float32))
+    assert compile_gather(gather, pool_of(torch.float32).flatten(1), DIM // 2) is gather
     assert "no g++" in caplog.text

@@ -12,7 +12,7 @@ from typing import Any
 
 from inferscale.bench.harness import command, environment
 from inferscale.bench.shapes import model_folder, read_config, token_size_bytes
-from inferscale.config import AUTO, ConnectorConfig, InjectionPath
+from inferscale.config import AUTO, ConnectorConfig, InjectionPath, PoolDtype
 from inferscale.offline import OfflineEngine
 
 _POOL_MARGIN = 1.1
@@ -38,6 +38,7 @@ class EngineSpec:
     max_num_batched_tokens: int | None = None
     dtype: str | None = None
     injection_path: InjectionPath = "auto"
+    pool_dtype: PoolDtype = "auto"
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -82,6 +83,7 @@ class EngineSpec:
         return ConnectorConfig(
             pool_size_bytes=AUTO if self.pool_size_bytes is None else self.pool_size_bytes,
             injection_path=self.injection_path,
+            pool_dtype=self.pool_dtype,
         )
 
     def open(self) -> BenchEngine:

@@ -15,11 +15,14 @@ import numpy as np
 import torch
 
 from inferscale.bench.harness import BenchRun, command, environment
+from inferscale.config import PoolDtype
 from inferscale.errors import InferScaleError
 from inferscale.kernels.fused import CAPTURE, INJECT, FusedMover, Tuning
 from inferscale.kernels.geometry import geometry_of
 from inferscale.pool.moves import Moves, single_run
-from inferscale.pool.slab import RowShape, Slab
+from inferscale.pool.row_format import RowFormat
+from inferscale.row_size import RowShape
+from inferscale.pool.slab import Slab
 from inferscale.rope import Rotary
 
 LARGE_COPY_BYTES = 2 * 10**9
@@ -57,6 +60,7 @@ def run_kernels(
     say: Callable[[str], None],
     *,
     shape: KernelShape = LLAMA_8B,
+    pool_dtype: PoolDtype = "auto",
     page_sizes: Sequence[int] = (4, 16),
     repeats: int = 30,
 ) -> None:
@@ -71,21 +75,24 @@ def run_kernels(
         )
     run.config |= {"command": command(), "environment": environment()}
     for page_size in page_sizes:
-        scene = make_scene(shape, page_size)
+        scene = make_scene(shape, page_size, pool_dtype)
         for n in tokens:
             _measure(run, scene, shape, n, page_size, repeats, say)
         del scene
         torch.cuda.empty_cache()
 
 
-def make_scene(shape: KernelShape, page_size: int, slab_bytes: int = 4 * 2**30) -> _Scene:
+def make_scene(
+    shape: KernelShape, page_size: int, pool_dtype: PoolDtype = "auto", slab_bytes: int = 4 * 2**30
+) -> _Scene:
     """A slab and caches as FlashAttention lays them out (NHD), with random contents."""
     device = torch.device("cuda")
-    pages = slab_bytes // (page_size * shape.token_bytes)
-    slab = Slab(
-        pages, page_size, RowShape(((shape.heads, shape.dim),) * shape.layers), torch.bfloat16, device
-    )
-    slab.data.normal_()
+    row_format = RowFormat(RowShape(((shape.heads, shape.dim),) * shape.layers), torch.bfloat16, pool_dtype)
+    slab = Slab(slab_bytes // (page_size * row_format.row_bytes), page_size, row_format, device)
+    if row_format.is_quantized:  # bytes and scales that are numbers of an ordinary size
+        slab.data.random_(0x30, 0x40)
+    else:
+        slab.data.normal_()
     blocks = slab_bytes // (BLOCK_TOKENS * shape.token_bytes)
     caches = [
         torch.zeros((blocks, 2, BLOCK_TOKENS, shape.heads, shape.dim), dtype=torch.bfloat16, device=device)
@@ -174,7 +181,8 @@ def _measure(
     staged = make_moves(scene, n, repeats + 3)
     captured = torch.randint_like(scene.slab.origins, 8000)
     scene.slab.origins.copy_(captured)
-    moved_bytes = n * shape.token_bytes
+    # Half of what is read and written together, as a copy has it.
+    moved_bytes = n * (scene.slab.format.row_bytes + shape.token_bytes) // 2
     source = torch.empty(LARGE_COPY_BYTES // 2, dtype=torch.bfloat16, device="cuda").normal_()
     target = torch.empty_like(source)
     elements = moved_bytes // 2
@@ -198,6 +206,8 @@ def _measure(
         "tokens": n,
         "bytes": moved_bytes,
         "page_size_tokens": page_size,
+        "pool_dtype": scene.slab.format.pool_dtype,
+        "row_bytes": scene.slab.format.row_bytes,
         "block_size": BLOCK_TOKENS,
         "shape": shape._asdict(),
         "baseline": "torch copy_ of as many bytes, device to device, in turn with the kernels",

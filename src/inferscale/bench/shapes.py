@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from inferscale.errors import InvalidInput
+from inferscale.model_size import kv_shape
 
 Config = dict[str, Any]
 
@@ -112,14 +112,6 @@ SHAPES: dict[str, Config] = {
 }
 
 
-class KvShape(NamedTuple):
-    """Keys and values of one token: layers · 2 · heads · head_dim elements."""
-
-    layers: int
-    heads: int
-    head_dim: int
-
-
 def model_folder(shape: str) -> Path:
     """Folder with the `config.json` of a shape: a name of `SHAPES`, a folder, or a config's path.
 
@@ -152,19 +144,9 @@ def read_config(folder: Path) -> Config | None:
     return dict(config)
 
 
-def kv_shape(config: Mapping[str, Any]) -> KvShape:
-    """What a model keeps of each token."""
-    heads = int(config["num_attention_heads"])
-    return KvShape(
-        int(config["num_hidden_layers"]),
-        int(config.get("num_key_value_heads") or heads),
-        int(config.get("head_dim") or config["hidden_size"] // heads),
-    )
-
-
 def token_size_bytes(config: Mapping[str, Any], dtype: str | None = None) -> int:
     """KV of one token in all layers. dtype: of the engine, where it is not the config's."""
-    return 2 * math.prod(kv_shape(config)) * (4 if dtype == "float32" else 2)
+    return kv_shape(config).elements * (4 if dtype == "float32" else 2)
 
 
 def _write(name: str, text: str) -> Path:

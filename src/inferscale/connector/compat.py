@@ -20,6 +20,7 @@ import torch
 from inferscale.connector.layout import LayerCache
 from inferscale.errors import NotRelocatable, UnsupportedLayout
 from inferscale.rope import Rotary, rotary_from_config
+from inferscale.row_size import RowShape
 
 logger = logging.getLogger(__name__)
 
@@ -28,11 +29,12 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class CacheShape(NamedTuple):
-    """num_blocks, block_size: of vLLM's scheduler. token_size_bytes: KV of one token on one worker."""
+    """num_blocks, block_size: of vLLM's scheduler. token, dtype: what one worker keeps of one token."""
 
     num_blocks: int
     block_size: int
-    token_size_bytes: int
+    token: RowShape
+    dtype: torch.dtype
 
 
 def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
@@ -59,8 +61,11 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
             raise UnsupportedLayout(
                 "Keys and values of the model have different sizes; InferScale needs one size."
             )
-    size = sum(2 * spec.num_kv_heads * spec.head_size * spec.dtype.itemsize for spec in per_layer)
-    return CacheShape(kv_cache_config.num_blocks, group.kv_cache_spec.block_size, size)
+    dtypes = {spec.dtype for spec in per_layer}
+    if len(dtypes) != 1:
+        raise UnsupportedLayout("The layers' KV caches differ in dtype; InferScale needs one dtype.")
+    token = RowShape(tuple((spec.num_kv_heads, spec.head_size) for spec in per_layer))
+    return CacheShape(kv_cache_config.num_blocks, group.kv_cache_spec.block_size, token, dtypes.pop())
 
 
 def refuse_unsupported(vllm_config: Any) -> None:

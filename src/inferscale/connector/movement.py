@@ -20,7 +20,7 @@ from inferscale.connector.layout import BlockLayout, LayerCache, flat_storage, w
 from inferscale.errors import UnsupportedLayout
 from inferscale.kernels.fused import FusedMover
 from inferscale.kernels.geometry import geometry_of
-from inferscale.kernels.reference import GatherFunction, KeysValues, compile_gather, make_gather
+from inferscale.kernels.reference import GatherFunction, compile_gather, make_gather, turn
 from inferscale.pool.moves import Int32Array, Moves, MovesBuilder
 from inferscale.pool.slab import Slab
 from inferscale.rope import Rotary, delta_cos_sin
@@ -44,7 +44,7 @@ class Mover(Protocol):
         ...
 
     def capture(self, moves: Moves) -> None:
-        """Paged caches → slab, bit for bit; rows remember the position."""
+        """Paged caches → slab, in the format of its rows; these remember the position."""
         ...
 
     def zero(self, pages: Int32Array) -> None:
@@ -78,11 +78,11 @@ class PortableMover:
         self._rows_per_piece = max(64, SCRATCH_BYTES // (slab.shape.num_elements * 4 * 3))
 
     def _prepare_gather(self, compile: bool) -> GatherFunction:
-        gather = make_gather(self._rotary)
+        gather = make_gather(self._rotary, self._slab.format)
         if not compile or not self._slab.shape.is_uniform:
             return gather
         with torch.inference_mode():
-            return compile_gather(gather, self._slab.uniform(), self._rotary.rotary_dim // 2)
+            return compile_gather(gather, self._slab.data, self._rotary.rotary_dim // 2)
 
     @torch.inference_mode()
     def inject(self, moves: Moves) -> None:
@@ -98,21 +98,16 @@ class PortableMover:
         is_moved = (moves != 0).to(self._device)
         row_index, slot_index = self._to_device(rows), self._to_device(slots)
         if self._slab.shape.is_uniform:
-            gathered = self._gather(self._slab.uniform(), row_index, cos, sin, is_moved)
+            gathered = self._gather(self._slab.data, row_index, cos, sin, is_moved)
             for layer, keys, values in zip(self._caches.layers, *gathered, strict=True):
                 write_kv(layer, keys, values, slot_index)
             return
+        row_format = self._slab.format
+        picked = self._slab.data[row_index]
         for index, layer in enumerate(self._caches.layers):
-            keys, values = self._gather_layer(index, row_index, cos, sin, is_moved)
+            decoded = row_format.decode_layer(picked, index).unsqueeze(1)
+            keys, values = turn(decoded, cos, sin, is_moved, self._rotary, row_format.kv_dtype)
             write_kv(layer, keys[0], values[0], slot_index)
-
-    def _gather_layer(
-        self, index: int, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_moved: torch.Tensor
-    ) -> KeysValues:
-        heads, dim = self._slab.shape.layers[index]
-        pool = self._slab.layer(index)[rows].view(-1, 1, 2, heads, dim)
-        every = torch.arange(len(rows), device=self._device)
-        return self._gather(pool, every, cos, sin, is_moved)
 
     @torch.inference_mode()
     def capture(self, moves: Moves) -> None:
@@ -124,7 +119,8 @@ class PortableMover:
         for index, (layer, layout) in enumerate(zip(*self._caches, strict=True)):
             if id(layout) not in indices:
                 indices = {id(layout): layout.element_index(slot_index)}
-            self._slab.layer(index)[row_index] = flat_storage(layer.cache)[indices[id(layout)]]
+            captured = flat_storage(layer.cache)[indices[id(layout)]]
+            self._slab.format.store_layer(self._slab.data, row_index, index, captured)
 
     def zero(self, pages: Int32Array) -> None:
         self._slab.zero_pages(pages)
@@ -205,7 +201,7 @@ def _check(mover: FusedMover, slab: Slab, caches: Caches, rotary: Rotary, block_
 
     rows = np.arange(n, dtype=np.int32)
     shifts = torch.tensor([_CHECK_SHIFTS[i % len(_CHECK_SHIFTS)] for i in range(n)])
-    eps = torch.finfo(slab.data.dtype).eps
+    eps = torch.finfo(slab.format.kv_dtype).eps
     try:
         for num_runs in (1, 3):  # steps of one run have a kernel of their own
             for number, layer in enumerate(caches.layers):

@@ -24,8 +24,10 @@ from inferscale.errors import PoolTooLarge, UnsupportedLayout
 from inferscale.pool.disk import DiskStore
 from inferscale.pool.lower import LowerTiers
 from inferscale.pool.moves import Moves
-from inferscale.pool.slab import RowShape, Slab, num_pages
+from inferscale.pool.row_format import RowFormat
+from inferscale.pool.slab import Slab, num_pages
 from inferscale.rope import Rotary
+from inferscale.row_size import RowShape
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +94,9 @@ class WorkerSide:
 
     def _allocate(self, free_bytes: int) -> Slab:
         shape = RowShape(tuple((layer.num_kv_heads, layer.head_dim) for layer in self.layers))
-        token_bytes = shape.num_elements * self.dtype.itemsize
-        pages = num_pages(self.config.size_bytes, self.config.page_size_tokens, token_bytes)
-        needed = pages * self.config.page_size_tokens * token_bytes
+        row_format = RowFormat(shape, self.dtype, self.config.pool_dtype)
+        pages = num_pages(self.config.size_bytes, self.config.page_size_tokens, row_format.row_bytes)
+        needed = pages * self.config.page_size_tokens * row_format.row_bytes
         if needed > free_bytes:
             raise PoolTooLarge(
                 f"pool_size_bytes is {self.config.size_bytes} ({self.config.size_bytes / 2**30:.2f} GiB), "
@@ -102,14 +104,14 @@ class WorkerSide:
                 f"after vLLM took its share. Set pool_size_bytes to at most {int(free_bytes * 0.9)}, or give "
                 "vLLM less (--gpu-memory-utilization on a GPU, VLLM_CPU_KVCACHE_SPACE on a CPU)."
             )
-        slab = Slab(pages, self.config.page_size_tokens, shape, self.dtype, self.device)
+        slab = Slab(pages, self.config.page_size_tokens, row_format, self.device)
         logger.info("%s", self._describe(slab, free_bytes - needed))
         return slab
 
     def _describe(self, slab: Slab, free_bytes: int) -> MemoryBudget:
         """How this worker's memory is divided. What torch holds besides caches and pool is the model."""
         cache_bytes = sum(layer.cache.numel() * layer.cache.element_size() for layer in self.layers)
-        pool_bytes = slab.data.numel() * slab.data.element_size()
+        pool_bytes = slab.data.nbytes
         is_cuda = self.device.type == "cuda"
         held_bytes = torch.cuda.memory_allocated(self.device) if is_cuda else 0
         return MemoryBudget(
@@ -156,7 +158,7 @@ class WorkerSide:
             except Exception:  # captured KV is a cache: losing it costs time only
                 logger.exception("Capture failed; the segments stay text")
                 self._report.failed_captures.add(orders.step)
-                self._report.tiers.not_saved += [save.key for save in saves]
+                self._report.tiers.not_saved += [answer for save in saves for answer in save.answers()]
                 saves = []
         if self.lower is not None:
             self.lower.save(saves)

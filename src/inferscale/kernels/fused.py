@@ -23,9 +23,11 @@ from inferscale.kernels.staging import Staging
 from inferscale.pool.moves import Int32Array, Moves
 from inferscale.pool.slab import Slab
 from inferscale.rope import Rotary
+from inferscale.row_size import group_size
 
 _VECTOR_BYTES = 16
 _ZERO_BLOCK = 8192
+_SCALE_BYTES = 2
 
 _STAGED_NUMBERS = 2**19
 """Room of each staging buffer at first: 256 requests of 1,500 tokens in one step."""
@@ -79,8 +81,11 @@ class FusedMover:
         self._staging = Staging(min(2 * max_tokens, _STAGED_NUMBERS), self._device)
         strides = geometry.block_stride, geometry.slot_stride, geometry.kv_stride, geometry.head_stride
         offsets = [2 * heads * dim, *strides, *self._layer_offsets.tolist()]
+        elements, scales = _views(slab)
+        group = group_size(slab.format.pool_dtype, dim)
         tensors = {
-            "slab": slab.data,
+            "slab": elements,
+            "scales": scales,
             "origins": slab.origins,
             "cache": caches[0],
             "layer_offsets": self._layer_offsets,
@@ -89,13 +94,17 @@ class FusedMover:
             "LAYERS": len(caches),
             "HEADS": heads,
             "DIM": dim,
+            "ROW": elements.shape[1],
+            "GROUP": group,
+            "SCALE_ROW": scales.shape[1],
+            "SCALES_AT": slab.shape.num_elements // _SCALE_BYTES if group else 0,
             "PROMPT_BLOCK": block_size,
             "BLOCK_SIZE": geometry.block_size,
             "BLOCK_STRIDE": geometry.block_stride,
             "SLOT_STRIDE": geometry.slot_stride,
             "KV_STRIDE": geometry.kv_stride,
             "HEAD_STRIDE": geometry.head_stride,
-            "ALIGN": _alignment(slab.data.element_size(), offsets),
+            "ALIGN": _alignment(caches[0].element_size(), offsets),
             "BLOCK_HEADS": _power_of_two(heads),
             "BLOCK_DIM": _power_of_two(dim),
         }
@@ -118,7 +127,7 @@ class FusedMover:
         self._capture = _Pair(
             module.capture_kernel, tensors, {**shape, "UNITS": self._capture_units}, capture_tuning.num_warps
         )
-        page_elements = slab.page_size_tokens * slab.shape.num_elements
+        page_elements = slab.page_size_tokens * slab.format.num_columns
         self._zero_blocks = _programs(page_elements, _ZERO_BLOCK)
         self._zero = _Launch(
             module.zero_kernel,
@@ -132,7 +141,7 @@ class FusedMover:
         self.launch_inject(self.stage(moves), moves)
 
     def capture(self, moves: Moves) -> None:
-        """Paged caches → slab rows, bit for bit; rows remember the position."""
+        """Paged caches → slab rows, in their format; they remember the position."""
         self.launch_capture(self.stage(moves), moves)
 
     def zero(self, pages: Int32Array) -> None:
@@ -231,6 +240,13 @@ def _shape(slab: Slab) -> tuple[int, int]:
     if not slab.shape.is_uniform:
         raise UnsupportedLayout("the layers have key heads of different shapes")
     return slab.shape.layers[0]
+
+
+def _views(slab: Slab) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as elements, and as the bits of the scales that stand behind these; [rows, …] both."""
+    if not slab.format.is_quantized:
+        return slab.data, slab.data
+    return slab.data.view(slab.format.element_dtype), slab.data.view(torch.int16)
 
 
 def _starts(caches: Sequence[torch.Tensor]) -> list[int]:

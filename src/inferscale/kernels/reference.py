@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from inferscale.pool.row_format import RowFormat
 from inferscale.rope import Rotary, rotate
 
 logger = logging.getLogger(__name__)
@@ -29,21 +30,36 @@ class KeysValues(NamedTuple):
 GatherFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], KeysValues]
 
 
-def make_gather(rotary: Rotary) -> GatherFunction:
+def turn(
+    picked: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    is_moved: torch.Tensor,
+    rotary: Rotary,
+    dtype: torch.dtype,
+) -> KeysValues:
+    """Tokens [n, layers, 2, num_kv_heads, head_dim] with their keys rotated, in `dtype`.
+
+    cos, sin: float32 [n, rotary_dim / 2]. is_moved: bool [n]; other tokens keep their bits (x·1 − y·0 could
+    change the sign of a zero).
+    """
+    keys, values = picked.transpose(0, 1).unbind(2)
+    turned = torch.where(is_moved[:, None, None], rotate(keys, cos, sin, rotary), keys)
+    return KeysValues(turned.to(dtype).contiguous(), values.to(dtype).contiguous())
+
+
+def make_gather(rotary: Rotary, row_format: RowFormat) -> GatherFunction:
     """A function `(pool, rows, cos, sin, is_moved)` that gathers rows with their keys rotated.
 
-    pool: [rows, layers, 2, num_kv_heads, head_dim], any float dtype. rows: int64 [n]. cos, sin:
-    float32 [n, rotary_dim / 2]. is_moved: bool [n]; other rows keep their bits (x·1 − y·0 could
-    change the sign of a zero).
+    pool: [rows, num_columns] of a slab whose layers have one shape. rows: int64 [n]. The others as in
+    `turn`, which gives the result.
     """
 
     def gather(
         pool: torch.Tensor, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_moved: torch.Tensor
     ) -> KeysValues:
-        picked = pool.index_select(0, rows).transpose(0, 1)
-        keys, values = picked[:, :, 0], picked[:, :, 1]
-        turned = torch.where(is_moved[:, None, None], rotate(keys, cos, sin, rotary), keys)
-        return KeysValues(turned.contiguous(), values.contiguous())
+        picked = row_format.decode(pool.index_select(0, rows))
+        return turn(picked, cos, sin, is_moved, rotary, row_format.kv_dtype)
 
     return gather
 

@@ -57,9 +57,33 @@ def _unit(
 
 
 @triton.jit
-def _slab_offset(row, layer, LAYERS: tl.constexpr, UNIT_SIZE: tl.constexpr, ALIGN: tl.constexpr):
+def _slab_offset(row, layer, ROW: tl.constexpr, UNIT_SIZE: tl.constexpr, ALIGN: tl.constexpr):
     """int64 [UNITS]: where each unit's first key element lies in the slab."""
-    return tl.multiple_of(row.to(tl.int64) * (LAYERS * UNIT_SIZE) + layer * UNIT_SIZE, ALIGN)
+    return tl.multiple_of(row.to(tl.int64) * ROW + layer * UNIT_SIZE, ALIGN)
+
+
+@triton.jit
+def _scale_offset(
+    row, layer, UNIT_SIZE: tl.constexpr, GROUP: tl.constexpr, SCALE_ROW: tl.constexpr, AT: tl.constexpr
+):
+    """int64 [UNITS]: where the first key scale of each unit lies, counted in scales."""
+    offset = row.to(tl.int64) * SCALE_ROW
+    if GROUP > 0:
+        offset += AT + layer * (UNIT_SIZE // GROUP)
+    return offset
+
+
+@triton.jit
+def _read(slab, source, scales, scale_source, head, dim, mask, DIM: tl.constexpr, GROUP: tl.constexpr):
+    """Elements of the slab; where they are quantized, times their scales, in float32."""
+    found = tl.load(slab + source + (head * DIM + dim), mask=mask)
+    if GROUP > 0:
+        if GROUP == DIM:
+            bits = tl.load(scales + scale_source + head, mask=mask)
+        else:
+            bits = tl.load(scales + scale_source + (head * (DIM // GROUP) + dim // GROUP), mask=mask)
+        found = found.to(tl.float32) * (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return found
 
 
 @triton.jit
@@ -92,6 +116,7 @@ def _rotate(first, second, cos, sin, is_moved):
 @triton.jit(do_not_specialize=["n", "start"])
 def inject_kernel(
     slab,
+    scales,
     origins,
     cache,
     layer_offsets,
@@ -102,6 +127,10 @@ def inject_kernel(
     LAYERS: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROW: tl.constexpr,
+    SCALES_AT: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PROMPT_BLOCK: tl.constexpr,
@@ -122,7 +151,8 @@ def inject_kernel(
     that cover their sizes; BLOCK_REST: of the key elements that are not rotated, 0 where all are."""
     layer, row, slot, position, mask = _unit(table, n, start, LAYERS, UNITS, PROMPT_BLOCK, ONE_RUN)
     delta = position - tl.load(origins + row, mask=mask, other=0)
-    source = _slab_offset(row, layer, LAYERS, 2 * HEADS * DIM, ALIGN)[:, None, None]
+    source = _slab_offset(row, layer, ROW, 2 * HEADS * DIM, ALIGN)[:, None, None]
+    scale_source = _scale_offset(row, layer, 2 * HEADS * DIM, GROUP, SCALE_ROW, SCALES_AT)[:, None, None]
     target = _cache_offset(layer_offsets, layer, slot, mask, BLOCK_SIZE, BLOCK_STRIDE, SLOT_STRIDE, ALIGN)[
         :, None, None
     ]
@@ -132,7 +162,7 @@ def inject_kernel(
 
     dim = tl.arange(0, BLOCK_DIM)[None, None, :]
     value_mask = mask & (dim < DIM)
-    values = tl.load(slab + source + (HEADS * DIM + head * DIM + dim), mask=value_mask)
+    values = _read(slab, source, scales, scale_source, HEADS + head, dim, value_mask, DIM, GROUP)
 
     pair = tl.arange(0, BLOCK_PAIRS)
     turns = delta.to(tl.float64)[:, None] * tl.load(inv_freq + pair, mask=pair < PAIRS, other=0.0)[None, :]
@@ -143,7 +173,7 @@ def inject_kernel(
     if INTERLEAVED:
         flat = tl.arange(0, 2 * BLOCK_PAIRS)[None, None, :]
         flat_mask = mask & (flat < 2 * PAIRS)
-        both = tl.load(slab + source + (head * DIM + flat), mask=flat_mask)
+        both = _read(slab, source, scales, scale_source, head, flat, flat_mask, DIM, GROUP)
         first, second = tl.split(tl.reshape(both, (UNITS, BLOCK_HEADS, BLOCK_PAIRS, 2)))
         turned_x, turned_y = _rotate(first, second, cos, sin, is_moved)
         turned = tl.reshape(tl.join(turned_x, turned_y), (UNITS, BLOCK_HEADS, 2 * BLOCK_PAIRS))
@@ -151,22 +181,68 @@ def inject_kernel(
     else:
         pair_mask = mask & (pair < PAIRS)[None, None, :]
         pair = pair[None, None, :]
-        first = tl.load(slab + source + (head * DIM + pair), mask=pair_mask)
-        second = tl.load(slab + source + (head * DIM + PAIRS + pair), mask=pair_mask)
+        first = _read(slab, source, scales, scale_source, head, pair, pair_mask, DIM, GROUP)
+        second = _read(slab, source, scales, scale_source, head, PAIRS + pair, pair_mask, DIM, GROUP)
         turned_x, turned_y = _rotate(first, second, cos, sin, is_moved)
         tl.store(cache + target + (head * HEAD_STRIDE + pair), turned_x, mask=pair_mask)
         tl.store(cache + target + (head * HEAD_STRIDE + PAIRS + pair), turned_y, mask=pair_mask)
     if BLOCK_REST > 0:
         rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, None, :]
         rest_mask = mask & (rest < DIM)
-        kept = tl.load(slab + source + (head * DIM + rest), mask=rest_mask)
+        kept = _read(slab, source, scales, scale_source, head, rest, rest_mask, DIM, GROUP)
         tl.store(cache + target + (head * HEAD_STRIDE + rest), kept, mask=rest_mask)
     tl.store(cache + target + (KV_STRIDE + head * HEAD_STRIDE + dim), values, mask=value_mask)
+
+
+@triton.jit
+def _larger(x, y):
+    return tl.maximum(x, y)
+
+
+@triton.jit
+def _quantized(x, scale, most, slab):
+    """x / scale, rounded as torch rounds it, in the slab's type."""
+    scaled = tl.where(scale > 0, tl.div_rn(x, tl.where(scale > 0, scale, 1.0)), 0.0)
+    scaled = tl.minimum(tl.maximum(scaled, -most), most)
+    if slab.dtype.element_ty == tl.int8:
+        nearest = tl.floor(scaled + 0.5)
+    else:
+        # Of E4M3, even ones first: 3 bits of fraction, and steps of 2⁻⁹ below 2⁻⁶.
+        bits = scaled.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000
+        small = (tl.abs(scaled) + 16384.0) - 16384.0
+        small = tl.where(scaled < 0, -small, small)
+        nearest = tl.where(tl.abs(scaled) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+    return nearest.to(slab.dtype.element_ty)
+
+
+@triton.jit
+def _write(
+    slab, target, scales, scale_target, head, dim, x, unit_mask, DIM: tl.constexpr, GROUP: tl.constexpr
+):
+    """Quantize x [UNITS, BLOCK_HEADS, BLOCK_DIM] as `pool.row_format.quantize` does, and store it."""
+    mask = unit_mask & (dim < DIM)
+    x = tl.where(mask, x.to(tl.float32), 0.0)
+    most = 127.0 if slab.dtype.element_ty == tl.int8 else 448.0
+    per_head: tl.constexpr = DIM // GROUP
+    block: tl.constexpr = x.shape[2] if per_head == 1 else GROUP
+    groups = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // block, block))
+    scale = tl.div_rn(tl.reduce(tl.abs(groups), 3, _larger), most)
+    # Rounded to bfloat16 by hand: a cast does it otherwise where the kernel is interpreted.
+    bits = scale.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    number = tl.arange(0, x.shape[2] // block)[None, None, :]
+    scale_mask = unit_mask & (number < per_head)
+    tl.store(scales + scale_target + (head * per_head + number), bits.to(tl.int16), mask=scale_mask)
+    stored = (bits << 16).to(tl.float32, bitcast=True)
+    quantized = tl.reshape(_quantized(groups, stored[:, :, :, None], most, slab), x.shape)
+    tl.store(slab + target + (head * DIM + dim), quantized, mask=mask)
 
 
 @triton.jit(do_not_specialize=["n", "start"])
 def capture_kernel(
     slab,
+    scales,
     origins,
     cache,
     layer_offsets,
@@ -176,6 +252,10 @@ def capture_kernel(
     LAYERS: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    ROW: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_ROW: tl.constexpr,
+    SCALES_AT: tl.constexpr,
     PROMPT_BLOCK: tl.constexpr,
     ONE_RUN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -188,21 +268,27 @@ def capture_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
-    """Paged caches → slab rows, bit for bit; `origins` of the rows become their positions."""
+    """Paged caches → slab rows in their format; `origins` of the rows become their positions."""
     layer, row, slot, position, mask = _unit(table, n, start, LAYERS, UNITS, PROMPT_BLOCK, ONE_RUN)
     tl.store(origins + row, position, mask=mask & (layer == 0))
-    target = _slab_offset(row, layer, LAYERS, 2 * HEADS * DIM, ALIGN)[:, None, None]
+    target = _slab_offset(row, layer, ROW, 2 * HEADS * DIM, ALIGN)[:, None, None]
     source = _cache_offset(layer_offsets, layer, slot, mask, BLOCK_SIZE, BLOCK_STRIDE, SLOT_STRIDE, ALIGN)[
         :, None, None
     ]
     # Strides can exceed int32: a cache may keep all keys before all values.
     head = tl.arange(0, BLOCK_HEADS).to(tl.int64)[None, :, None]
     dim = tl.arange(0, BLOCK_DIM)[None, None, :]
-    mask = mask[:, None, None] & (head < HEADS) & (dim < DIM)
+    unit_mask = mask[:, None, None] & (head < HEADS)
+    mask = unit_mask & (dim < DIM)
     keys = tl.load(cache + source + (head * HEAD_STRIDE + dim), mask=mask)
     values = tl.load(cache + source + (KV_STRIDE + head * HEAD_STRIDE + dim), mask=mask)
-    tl.store(slab + target + (head * DIM + dim), keys, mask=mask)
-    tl.store(slab + target + (HEADS * DIM + head * DIM + dim), values, mask=mask)
+    if GROUP > 0:
+        scale_target = _scale_offset(row, layer, 2 * HEADS * DIM, GROUP, SCALE_ROW, SCALES_AT)[:, None, None]
+        _write(slab, target, scales, scale_target, head, dim, keys, unit_mask, DIM, GROUP)
+        _write(slab, target, scales, scale_target, HEADS + head, dim, values, unit_mask, DIM, GROUP)
+    else:
+        tl.store(slab + target + (head * DIM + dim), keys, mask=mask)
+        tl.store(slab + target + (HEADS * DIM + head * DIM + dim), values, mask=mask)
 
 
 @triton.jit
