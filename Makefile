@@ -29,7 +29,7 @@ test: lint
 	$(BIN)/python -m pytest
 
 gpu-test: setup
-	$(BIN)/python -m pytest -m gpu tests/kernels tests/gpu tests/test_retrieval.py
+	$(BIN)/python -m pytest -m gpu tests/kernels tests/gpu tests/pool tests/test_retrieval.py
 
 lint: setup
 	$(BIN)/ruff check

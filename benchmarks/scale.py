@@ -177,7 +177,7 @@ def record_passes(memory: Memory, scope: Scope) -> None:
     for start in range(0, len(facts), STRIDE):
         window, captured = facts[max(0, start - STRIDE) : start], facts[start : start + STRIDE]
         passes.append(NewPass(ids(window), ids(captured), [key_of(fact) for fact in captured]))
-    memory.catalog.record_passes(MODEL, scope, passes)
+    memory.catalog.passes.record_all(MODEL, scope, passes)
 
 
 def timed_users(arguments: argparse.Namespace) -> list[str]:

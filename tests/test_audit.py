@@ -51,9 +51,9 @@ def plant(folder: Path, sql: str, *values: object) -> None:
 
 def test_what_is_stored_is_found_everywhere(catalog: Catalog, tmp_path: Path) -> None:
     first, second = add(catalog, ANA, SECRET, "two")
-    catalog.record_pass("m", ANA, [first.id], [second.id], ["key"])
+    catalog.passes.record("m", ANA, [first.id], [second.id], ["key"])
     catalog.retire(first.id)
-    catalog.record_pass("m", ANA, [], [second.id], ["key"])
+    catalog.passes.record("m", ANA, [], [second.id], ["key"])
     store = DiskStore(tmp_path / "kv", "format", 0, 4)
     store.open()
     store.write("key", memoryview(b"rows"), 0)
@@ -69,7 +69,7 @@ def test_what_is_stored_is_found_everywhere(catalog: Catalog, tmp_path: Path) ->
 def test_nothing_is_found_once_all_is_deleted(catalog: Catalog, tmp_path: Path) -> None:
     facts = add(catalog, ANA, SECRET, LONG, *(f"{SECRET} {i}" for i in range(200)))
     add(catalog, BOB, "Bob stays")
-    catalog.record_pass("m", ANA, [facts[0].id], [facts[1].id], ["key"])
+    catalog.passes.record("m", ANA, [facts[0].id], [facts[1].id], ["key"])
     catalog.retire(facts[2].id, facts[0].id, "for a reason of the audit")
     catalog.update(facts[3], Turn(f"{SECRET} no more"), np.ones(DIM, dtype=np.float32))
     catalog.delete_all(ANA)
@@ -127,12 +127,12 @@ def test_what_others_say_as_well_is_no_finding(catalog: Catalog, tmp_path: Path)
     """Shared facts survive the deletion of one owner."""
     add(catalog, ANA, SECRET)
     [bobs] = add(catalog, BOB, SECRET)
-    catalog.record_pass("m", ANA, [], [catalog.facts(ANA)[0].id], ["one"])
-    catalog.record_pass("m", BOB, [], [bobs.id], ["two"])
+    catalog.passes.record("m", ANA, [], [catalog.facts(ANA)[0].id], ["one"])
+    catalog.passes.record("m", BOB, [], [bobs.id], ["two"])
     deletion = catalog.delete_all(ANA)
     assert deletion.keys == ("one",)
     assert catalog.facts(BOB) == [bobs]
-    assert catalog.encodings("m", [bobs.id])[bobs.id].key == "two"
+    assert catalog.passes.encodings("m", [bobs.id])[bobs.id].key == "two"
     catalog.close()
     found = audit(tmp_path, ANA, [SECRET])
     assert found.is_clean

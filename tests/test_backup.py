@@ -41,7 +41,7 @@ def mode(path: Path) -> int:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_backup_comes_back_as_it_was(catalog: Catalog, tmp_path: Path, name: str) -> None:
     facts = add(catalog, ANA, "one", "two", "Käse 🧀")
-    catalog.record_pass("m", ANA, [facts[0].id], [facts[1].id], ["key"])
+    catalog.passes.record("m", ANA, [facts[0].id], [facts[1].id], ["key"])
     catalog.retire(facts[2].id, facts[0].id, "why")
     copied = backup(tmp_path / "data", tmp_path / "b" / name)
     add(catalog, ANA, "stored after the backup")
@@ -52,9 +52,9 @@ def test_a_backup_comes_back_as_it_was(catalog: Catalog, tmp_path: Path, name: s
     again = Catalog(tmp_path / "new" / "data")
     assert again.facts(ANA) == facts[:2]
     assert again.history(facts[2].id) == catalog.history(facts[2].id)
-    assert again.encodings("m", [facts[1].id]) == catalog.encodings("m", [facts[1].id])
+    assert again.passes.encodings("m", [facts[1].id]) == catalog.passes.encodings("m", [facts[1].id])
     assert again.epoch(ANA) == catalog.epoch(ANA)
-    assert again.vector_changes(VectorMark()).vectors.shape == (2, 4)
+    assert again.feed.vector_changes(VectorMark()).vectors.shape == (2, 4)
     again.close()
     assert [path.name for path in (tmp_path / "new" / "data").iterdir()] == [CATALOG_FILE]
 

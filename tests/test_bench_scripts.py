@@ -192,3 +192,18 @@ def test_scale_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
     with pytest.raises(SystemExit):
         scale.parse(["--facts", "100"])
+
+
+def test_encryption_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    encryption = script("encryption")
+    out = tmp_path / "rows.jsonl"
+    sizes = ["--facts", "600", "--users", "3", "--repeats", "2"]
+    monkeypatch.setattr(sys, "argv", ["encryption.py", *sizes, "--folder", str(tmp_path), "--out", str(out)])
+    encryption.main()
+    rows = read_rows(out)
+    assert {row["metric"] for row in rows if row["mode"] == "encrypted"} == {
+        "add_batch_time", "catalog_size", "open_time", "search_time", "add_time", "delete_time",
+        "kv_save_time", "kv_load_time",
+    }  # fmt: skip
+    assert all(row["config"]["baseline"].startswith("mode plain") for row in rows)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]

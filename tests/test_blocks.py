@@ -32,7 +32,7 @@ def test_a_block_from_its_setting_to_its_deletion(memory: Memory) -> None:
         (),
     )
     assert memory.set_block("profile", "Ana is a baker.", user_id="ana") == first
-    memory.catalog.record_pass("m", ANA, [], [first.fact.id], ["k"])
+    memory.catalog.passes.record("m", ANA, [], [first.fact.id], ["k"])
     second = memory.set_block("profile", "Ana is a smith.", user_id="ana")
     assert second.fact.id == first.fact.id
     assert (second.keys, [item.epoch for item in second.epochs]) == (("k",), [1])

@@ -51,7 +51,7 @@ def test_a_fact_comes_back_as_it_was_given(catalog: Catalog, tmp_path: Path) -> 
         turn.metadata,
         scope,
     )
-    assert np.array_equal(again.vector_changes(VectorMark()).vectors, vector)
+    assert np.array_equal(again.feed.vector_changes(VectorMark()).vectors, vector)
     again.close()
 
 
@@ -76,16 +76,16 @@ def test_facts_are_paged_in_seq_order(catalog: Catalog) -> None:
 def test_facts_keys_and_epoch_in_one_read(catalog: Catalog) -> None:
     first, second, third = add(catalog, ANA, "one", "two", "three")
     [other] = add(catalog, Scope(user_id="bob"), "other")
-    catalog.record_pass("m", ANA, [first.id], [second.id, third.id], ["old two", "three"])
-    catalog.record_pass("m", ANA, [third.id], [second.id], ["two"])
-    catalog.record_pass("n", ANA, [], [first.id], ["of another model"])
+    catalog.passes.record("m", ANA, [first.id], [second.id, third.id], ["old two", "three"])
+    catalog.passes.record("m", ANA, [third.id], [second.id], ["two"])
+    catalog.passes.record("n", ANA, [], [first.id], ["of another model"])
     seqs = [third.seq, first.seq, second.seq, 10**9]
     found = catalog.found_facts(ANA, seqs, "m")
     assert found.facts == {fact.seq: fact for fact in (first, second, third)}
     assert found.keys == {second.id: "two", third.id: "three"}
     assert found.keys == {
         fact_id: encoding.key
-        for fact_id, encoding in catalog.encodings("m", ids([first, second, third])).items()
+        for fact_id, encoding in catalog.passes.encodings("m", ids([first, second, third])).items()
     }
     assert catalog.found_facts(ANA, seqs) == (found.facts, {}, 0)
     catalog.delete(first.id)
@@ -140,7 +140,7 @@ def test_filters_cover_every_combination_of_missing_ids(catalog: Catalog) -> Non
         expected = [scope for scope in exact * 2 if filter.covers(scope)]
         assert [fact.scope for fact in catalog.facts(filter)] == expected
         assert catalog.count(filter) == len(expected)
-        assert len(catalog.scope_codes(filter)) == len(set(expected))
+        assert len(catalog.feed.scope_codes(filter)) == len(set(expected))
 
 
 def test_an_epoch_counts_the_deletions_it_covers(catalog: Catalog) -> None:
@@ -188,15 +188,15 @@ def test_deleting_a_scope_takes_its_encodings_and_those_only(catalog: Catalog) -
     run, bob = Scope("ana", run_id="r"), Scope("bob", run_id="r")
     mine, others = ids(add(catalog, run, *"abc")), ids(add(catalog, ANA, "x", "y"))
     [his] = ids(add(catalog, bob, "a"))
-    catalog.record_pass("m", run, mine[:1], mine[1:], ["b", "c"])
-    catalog.record_pass("n", run, [], mine[:1], ["shared"])
-    catalog.record_pass("n", bob, [], [his], ["shared"])
-    catalog.record_pass("m", ANA, others[:1], others[1:], ["y"])
+    catalog.passes.record("m", run, mine[:1], mine[1:], ["b", "c"])
+    catalog.passes.record("n", run, [], mine[:1], ["shared"])
+    catalog.passes.record("n", bob, [], [his], ["shared"])
+    catalog.passes.record("m", ANA, others[:1], others[1:], ["y"])
     deletion = catalog.delete_all(run)
     assert (deletion.num_facts, deletion.keys) == (3, ("b", "c"))
     assert dict(deletion.epochs) == {run: 1, ANA: 1, Scope(run_id="r"): 1}
-    assert catalog.encodings("m", others)[others[1]].key == "y"
-    assert catalog.attended_to("shared") == [his]
+    assert catalog.passes.encodings("m", others)[others[1]].key == "y"
+    assert catalog.passes.attended_to("shared") == [his]
     assert set(catalog.delete_all(ANA).keys) == {"y"}
     assert catalog.delete_all(bob).keys == ("shared",)
     with catalog._database.read() as connection:
@@ -206,19 +206,19 @@ def test_deleting_a_scope_takes_its_encodings_and_those_only(catalog: Catalog) -
 
 def test_a_scope_is_deleted_whole_or_not_at_all(catalog: Catalog) -> None:
     facts = add(catalog, ANA, *"abc")
-    catalog.record_pass("m", ANA, [], ids(facts), ["a", "b", "c"])
+    catalog.passes.record("m", ANA, [], ids(facts), ["a", "b", "c"])
     with catalog._database.write() as connection:
         connection.execute(
             "CREATE TRIGGER refuse BEFORE DELETE ON facts WHEN old.text = 'c' "
             "BEGIN SELECT raise(ABORT, 'not this one'); END"
         )
-    mark = catalog.vector_changes(VectorMark()).mark
+    mark = catalog.feed.vector_changes(VectorMark()).mark
     with pytest.raises(CatalogError, match="not this one"):
         catalog.delete_all(ANA)
     assert catalog.facts(ANA) == facts
-    assert len(catalog.encodings("m", ids(facts))) == 3
+    assert len(catalog.passes.encodings("m", ids(facts))) == 3
     assert catalog.epoch(ANA) == 0
-    assert catalog.vector_changes(mark).removed_seqs == []
+    assert catalog.feed.vector_changes(mark).removed_seqs == []
 
 
 def test_neighbours_stay_in_the_exact_scope(catalog: Catalog) -> None:
@@ -493,7 +493,7 @@ def test_killed_while_adding_leaves_whole_transactions(tmp_path: Path) -> None:
     with catalog._database.read() as connection:
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
-    assert len(catalog.vector_changes(VectorMark()).fact_seqs) == len(per_batch) * size
+    assert len(catalog.feed.vector_changes(VectorMark()).fact_seqs) == len(per_batch) * size
     add(catalog, Scope(user_id="p"), "still usable")
     catalog.close()
 
@@ -506,19 +506,19 @@ def test_vector_changes_follow_adds_and_deletions_of_everybody(tmp_path: Path) -
     facts = add(mine, ANA, *"abcde")
     token = mine.change_token()
     assert mine.change_token() == token
-    changes = mine.vector_changes(VectorMark(), limit=3)
+    changes = mine.feed.vector_changes(VectorMark(), limit=3)
     assert changes.fact_seqs == [fact.seq for fact in facts[:3]]
     assert not changes.is_complete
     other.delete(facts[0].id)  # read by `mine` already
     other.delete(facts[4].id)  # not read by it yet
     new = add(other, Scope(user_id="bob"), "new")
     assert mine.change_token() != token
-    changes = mine.vector_changes(changes.mark)
+    changes = mine.feed.vector_changes(changes.mark)
     assert changes.fact_seqs == [facts[3].seq, new[0].seq]
     assert facts[0].seq in changes.removed_seqs
     assert changes.is_complete
-    assert changes.scope_codes == mine.scope_codes(ANA) + mine.scope_codes(Scope(user_id="bob"))
-    again = mine.vector_changes(changes.mark)
+    assert changes.scope_codes == mine.feed.scope_codes(ANA) + mine.feed.scope_codes(Scope(user_id="bob"))
+    again = mine.feed.vector_changes(changes.mark)
     assert (again.fact_seqs, again.removed_seqs, again.mark) == ([], [], changes.mark)
     token = mine.change_token()
     mine.delete(new[0].id)
@@ -535,7 +535,7 @@ def test_replaced_vectors_come_once_and_as_they_are_now(tmp_path: Path) -> None:
         update = other.update(other.facts_by_ids([fact.id])[0], Turn(text), np.full(DIM, number, np.float32))
         assert update is not None
 
-    mark = mine.vector_changes(VectorMark(), limit=4).mark
+    mark = mine.feed.vector_changes(VectorMark(), limit=4).mark
     reword(facts[2], "C", 2)
     reword(facts[0], "A", 0)
     reword(facts[2], "CC", 22)
@@ -543,16 +543,16 @@ def test_replaced_vectors_come_once_and_as_they_are_now(tmp_path: Path) -> None:
     reword(facts[1], "B", 1)
     other.delete(facts[1].id)
     other.delete(facts[4].id)
-    changes = mine.vector_changes(mark)
+    changes = mine.feed.vector_changes(mark)
     assert changes.fact_seqs == [facts[0].seq, facts[2].seq, facts[5].seq]
     assert changes.vectors[:, 0].tolist() == [0, 22, 5]
-    assert changes.scope_codes == mine.scope_codes(ANA) * 3
+    assert changes.scope_codes == mine.feed.scope_codes(ANA) * 3
     assert changes.removed_seqs == [facts[1].seq, facts[4].seq]
-    assert mine.vector_changes(changes.mark).fact_seqs == []
+    assert mine.feed.vector_changes(changes.mark).fact_seqs == []
     read: dict[int, float] = {}
     removed: set[int] = set()
     while True:  # few at a time
-        changes = mine.vector_changes(mark, limit=2)
+        changes = mine.feed.vector_changes(mark, limit=2)
         assert len(changes.fact_seqs) <= 4
         read.update(zip(changes.fact_seqs, changes.vectors[:, 0].tolist(), strict=True))
         removed.update(changes.removed_seqs)

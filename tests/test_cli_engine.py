@@ -130,12 +130,14 @@ def asked(llm: FakeLLM) -> list[list[str]]:
 
 
 def test_one_question(opened: list[FakeLLM]) -> None:
-    result = run("chat", "Where does she live?", *ANA, "--top-k", "3", "--tail", "1", "--max-tokens", "9")
+    counts = ["--top-k", "3", "--tail", "1", "--max-tokens", "9"]
+    result = run("chat", "Where does she live?", *ANA, *counts, "--filter", '{"topic": "home"}')
     assert result.stdout == "answer to 1\n"
     assert "[inject: TTFT 10 ms, 30 tokens injected, 10 prefilled, 0 missing]" in result.stderr
     (llm,) = opened
     (chat,) = llm.chats
     wanted = {"user_id": "ana", "top_k": 3, "tail": 1, "max_tokens": 9, "mode": "inject"}
+    wanted |= {"filters": {"topic": "home"}}
     assert {name: chat[name] for name in wanted} == wanted
     assert llm.warmed == []
     assert llm.settings["repair_after_chat"] is False

@@ -416,12 +416,30 @@ def test_where_it_will_listen() -> None:
 
 def test_room_below_the_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(os, "execvpe", lambda *arguments: pytest.fail("started"))
-    sizes = ("--host-size", "2GiB", "--disk-size", "10GB")
+    sizes = ("--host-size", "2GiB", "--disk-size", "10GB", "--pool-dtype", "int8")
     result = run("org/model", *sizes, "--data-dir", str(tmp_path), "--print-command")
     assert result.exit_code == 0, result.output
     settings = transfer(shlex.split(result.stdout))["kv_connector_extra_config"]
     assert settings["host_size_bytes"] == 2 * GIB
+    assert settings["pool_dtype"] == "int8"
     assert (settings["disk_size_bytes"], settings["disk_dir"]) == (10**10, str(tmp_path / "kv"))
+    assert "encryption_key_file" not in settings
+    key = tmp_path / "key"
+    key.touch(0o600)
+    key.write_text("ab" * 32)
+    with_key = ("--data-dir", str(tmp_path), "--encryption-key-file", str(key))
+    result = run("org/model", *with_key, "--print-command")
+    settings = transfer(shlex.split(result.stdout))["kv_connector_extra_config"]
+    assert settings["encryption_key_file"] == str(key)
+    assert "abab" not in result.output
+    (tmp_path / "catalog.sqlite3").write_bytes(b"no database " * 400)
+    for arguments in (with_key, with_key[:2]):
+        refused = run("org/model", *arguments)
+        assert refused.exit_code == 1
+        assert "encryption key" in refused.output
+    key.write_text("ab")
+    refused = run("org/model", *with_key)
+    assert (refused.exit_code, "holds no encryption key" in refused.output) == (1, True)
     wrong = run("org/model", "--host-size", "much")
     assert wrong.exit_code == 2
     assert "--host-size is 'much'" in wrong.output

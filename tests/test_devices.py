@@ -200,7 +200,7 @@ def test_the_index_follows_the_embedder(
     with Memory(MemoryConfig(tmp_path)) as memory:
         memory.add(["the cat", "the dog"], user_id="ana")
         assert memory.search("dog", user_id="ana")[0].fact.text == "the dog"
-        assert memory._index is not None
-        assert memory._index._table is not None
-        assert memory._index._table.device == CPU
+        assert memory._search._index is not None
+        assert memory._search._index._table is not None
+        assert memory._search._index._table.device == CPU
     assert len(log.messages) == 1

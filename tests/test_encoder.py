@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fakes import add, open_catalog
+from fakes import DIM, add, open_catalog
 from inferscale.catalog import Catalog
 from inferscale.encoder import EncodeJob, Encoder, owned_by
-from inferscale.facts import Fact, Scope
+from inferscale.facts import Fact, Scope, Turn
 from inferscale.plan import Segment, scope_digest, segment_key
 from inferscale.prompt import PromptBuilder
 from inferscale.windows import WindowPolicy
@@ -141,7 +142,7 @@ def test_catalog_knows_what_a_key_attended_to(catalog: Catalog, prompts: PromptB
     one = encoder(catalog, prompts)
     one.new_jobs(ANA)
     key = one.keys([facts[4].id])[facts[4].id]
-    assert catalog.attended_to(key) == [fact.id for fact in facts[1:5]]
+    assert catalog.passes.attended_to(key) == [fact.id for fact in facts[1:5]]
 
 
 def test_facts_with_the_same_text_have_different_keys(catalog: Catalog, prompts: PromptBuilder) -> None:
@@ -286,18 +287,49 @@ def test_only_passes_of_wanted_facts_are_planned(catalog: Catalog, prompts: Prom
     assert len(one.new_jobs(ANA)) == 2
 
 
+def test_what_one_call_plans_is_bounded_after_a_change_of_model(
+    catalog: Catalog, prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = say(catalog, ANA, 40)
+    encoder(catalog, prompts).new_jobs(ANA)
+    other = encoder(catalog, prompts, model="another")  # no fact has KV of this one
+    [new] = say(catalog, ANA, 1)
+    told: list[int] = []
+    fact_ids = prompts.fact_ids
+    monkeypatch.setattr(prompts, "fact_ids", lambda fact: told.append(fact.seq) or fact_ids(fact))
+    assert len(other.new_jobs(ANA, {new.id}, with_followers=True)) == 1
+    assert set(other.keys(fact.id for fact in [*facts, new])) == {fact.id for fact in [*facts[39:], new]}
+    jobs = other.new_jobs(ANA, {facts[0].id, facts[20].id})
+    assert set(other.keys(fact.id for fact in facts[:39])) == {fact.id for fact in facts[:3] + facts[18:21]}
+    assert len(jobs) == 2
+    assert len(told) < 20, "what stands between the two was not even tokenized"
+
+
+def test_followers_of_a_fact_that_was_changed_are_planned_with_it(
+    catalog: Catalog, prompts: PromptBuilder
+) -> None:
+    facts = say(catalog, ANA, 30)
+    one = encoder(catalog, prompts)
+    one.new_jobs(ANA)
+    update = catalog.update(facts[9], Turn("Another text."), np.ones(DIM, dtype=np.float32))
+    lost = {fact.id for fact in facts if fact.id not in one.keys(f.id for f in facts)}
+    assert len(lost) > 1
+    one.new_jobs(ANA, {update.fact.id}, with_followers=True)
+    assert set(one.keys(fact.id for fact in facts)) == {fact.id for fact in facts}
+
+
 def test_a_pass_whose_fact_was_deleted_meanwhile_does_not_run(
     catalog: Catalog, prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = say(catalog, ANA, 6)
-    record = catalog.record_passes
+    record = catalog.passes.record_all
 
     def delete_first(*arguments: Any) -> list[int | None]:
         monkeypatch.undo()
         catalog.delete(facts[0].id)
         return record(*arguments)
 
-    monkeypatch.setattr(catalog, "record_passes", delete_first)
+    monkeypatch.setattr(catalog.passes, "record_all", delete_first)
     one = encoder(catalog, prompts)
     assert one.new_jobs(ANA) == []
     assert one.keys(fact.id for fact in facts) == {}

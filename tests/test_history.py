@@ -58,8 +58,8 @@ def test_a_changed_fact_keeps_its_id_and_place(memory: Memory) -> None:
     [hit] = memory.search("Ana: the bicycle is blue", user_id="ana", top_k=1)
     assert (hit.fact, round(hit.score, 4)) == (changed, 1)
     assert memory.search("Ana: the cat is red", user_id="ana", top_k=1)[0].score < 0.9
-    assert memory._index is not None
-    assert len(memory._index) == 2
+    assert memory._search._index is not None
+    assert len(memory._search._index) == 2
 
 
 def test_what_is_not_given_stays_and_none_takes_away(memory: Memory) -> None:
@@ -85,18 +85,18 @@ def test_rewording_takes_away_the_kv_that_saw_the_old_words(memory: Memory) -> N
     catalog, scope = memory.catalog, Scope("ana", "bot")
     facts = ids(memory.add(list("abcd"), user_id="ana", agent_id="bot"))
     [twin] = ids(memory.add("a", user_id="ben"))
-    catalog.record_pass("m", scope, facts[:1], facts[1:], ["b", "c", "d"])
-    catalog.record_pass("n", scope, [], facts[:1], ["shared"])
-    catalog.record_pass("n", Scope("ben"), [], [twin], ["shared"])
+    catalog.passes.record("m", scope, facts[:1], facts[1:], ["b", "c", "d"])
+    catalog.passes.record("n", scope, [], facts[:1], ["shared"])
+    catalog.passes.record("n", Scope("ben"), [], [twin], ["shared"])
     update = memory.update(facts[2], text="C")
     assert (update.fact.text, update.keys) == ("C", ("c", "d"))
     assert dict(update.epochs) == {scope: 1, Scope("ana"): 1, Scope(agent_id="bot"): 1}
     assert memory.epoch(user_id="ana") == 1
-    assert set(catalog.encodings("m", facts)) == {facts[1]}
+    assert set(catalog.passes.encodings("m", facts)) == {facts[1]}
     assert ids(catalog.unencoded("m", scope)) == [facts[0], facts[2], facts[3]]
     update = memory.update(facts[0], speaker="Ana")  # stands before the text in prompts
     assert (update.keys, {epoch for _, epoch in update.epochs}) == (("b",), {2})
-    assert catalog.encodings("n", [twin])[twin].key == "shared"
+    assert catalog.passes.encodings("n", [twin])[twin].key == "shared"
     assert memory.recall("C", scope, 9, "m").keys == {}
 
 
@@ -104,8 +104,8 @@ def test_metadata_alone_costs_nothing(memory: Memory, tmp_path: Path) -> None:
     embedder = WordEmbedder()
     with open_memory(tmp_path, embedder=embedder, check_text=lambda _: pytest.fail("checked")) as other:
         [fact] = memory.add("the cat", user_id="ana", metadata={"n": 1})
-        memory.catalog.record_pass("m", ANA, [], [fact.id], ["key"])
-        mark = memory.catalog.vector_changes(VectorMark()).mark
+        memory.catalog.passes.record("m", ANA, [], [fact.id], ["key"])
+        mark = memory.catalog.feed.vector_changes(VectorMark()).mark
         update = other.update(fact.id, metadata={"n": True})  # equal in Python, not in JSON
         assert (update.keys, update.epochs, embedder.num_texts) == ((), (), 0)
         assert update.fact.metadata["n"] is True
@@ -113,14 +113,14 @@ def test_metadata_alone_costs_nothing(memory: Memory, tmp_path: Path) -> None:
         assert memory.get(fact.id) == update.fact
         assert memory.recall("cat", ANA, 1, "m").keys == {fact.id: "key"}
         assert memory.epoch(user_id="ana") == 0
-        changes = memory.catalog.vector_changes(mark)
+        changes = memory.catalog.feed.vector_changes(mark)
         assert (changes.fact_seqs, changes.removed_seqs) == ([], [])
         assert [event.text for event in memory.history(fact.id)] == ["the cat", "the cat"]
 
 
 def test_an_update_that_changes_nothing_is_none(memory: Memory) -> None:
     [fact] = memory.add(Turn("the cat", "Ana", "8 May", {"a": [1], "b": 2}), user_id="ana")
-    memory.catalog.record_pass("m", ANA, [], [fact.id], ["key"])
+    memory.catalog.passes.record("m", ANA, [], [fact.id], ["key"])
     token = memory.catalog.change_token()
     for same in (
         {},
@@ -130,7 +130,7 @@ def test_an_update_that_changes_nothing_is_none(memory: Memory) -> None:
         assert memory.update(fact.id, **same) == (fact, (), ())
     assert memory.catalog.change_token() == token
     assert len(memory.history(fact.id)) == 1
-    assert memory.catalog.encodings("m", [fact.id])[fact.id].key == "key"
+    assert memory.catalog.passes.encodings("m", [fact.id])[fact.id].key == "key"
 
 
 def test_what_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_what_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
 
 def test_an_update_is_whole_or_not_at_all(memory: Memory, tmp_path: Path) -> None:
     first, second = memory.add(["the cat", "the dog"], user_id="ana")
-    memory.catalog.record_pass("m", ANA, [first.id], [second.id], ["key"])
+    memory.catalog.passes.record("m", ANA, [first.id], [second.id], ["key"])
     with closing(sqlite3.connect(tmp_path / CATALOG_FILE)) as raw:
         raw.execute(
             "CREATE TRIGGER refuse BEFORE UPDATE OF text ON facts BEGIN SELECT raise(ABORT, 'not today'); END"
@@ -239,7 +239,7 @@ def test_a_reader_elsewhere_does_not_hold_up_a_deletion(memory: Memory, tmp_path
 
 def test_a_second_memory_sees_changes(memory: Memory, tmp_path: Path) -> None:
     cat, dog = memory.add(["the cat", "the dog"], user_id="ana")
-    memory.catalog.record_pass("m", ANA, [], [cat.id], ["key"])
+    memory.catalog.passes.record("m", ANA, [], [cat.id], ["key"])
     with open_memory(tmp_path) as other:
         for each in (memory, other):  # both have an index and remember what they read
             assert each.recall("the cat", ANA, 9, "m").keys == {cat.id: "key"}
@@ -255,8 +255,8 @@ def test_a_second_memory_sees_changes(memory: Memory, tmp_path: Path) -> None:
             recall = each.recall("a bicycle", ANA, 9, "m")
             assert (recall.keys, recall.epoch, len(recall.hits)) == ({}, 3, 3)
             assert each.search("an aeroplane", user_id="ana")[0].fact.metadata == {"n": 1}
-            assert each._index is not None
-            assert len(each._index) == 3
+            assert each._search._index is not None
+            assert len(each._search._index) == 3
         other.update(cat.id, text="a boat")
         other.delete(cat.id)  # both since `memory` looked last
         assert sorted(texts(memory, "a boat")) == ["a ship", "an aeroplane"]
@@ -316,7 +316,7 @@ def test_threads_update_one_fact(memory: Memory, tmp_path: Path) -> None:
 def test_updates_race_deletions(memory: Memory, tmp_path: Path) -> None:
     facts = memory.add([f"thing {i}" for i in range(40)], user_id="ana")
     for fact in facts:
-        memory.catalog.record_pass("m", ANA, [], [fact.id], [fact.id])
+        memory.catalog.passes.record("m", ANA, [], [fact.id], [fact.id])
     assert len(texts(memory, "thing", top_k=99)) == 40
 
     def change(fact_id: str) -> tuple[str, ...]:
@@ -333,8 +333,8 @@ def test_updates_race_deletions(memory: Memory, tmp_path: Path) -> None:
         assert sorted(keys) == sorted(ids(facts)), "each key is forgotten by the one who took it away"
     memory.add("left", user_id="ana")
     assert texts(memory, "thing", top_k=99) == ["left"]
-    assert memory._index is not None
-    assert len(memory._index) == 1
+    assert memory._search._index is not None
+    assert len(memory._search._index) == 1
     found = tables(tmp_path)
     assert [len(found[name]) for name in ("facts", "vectors", "revisions", "encodings")] == [1, 1, 0, 0]
 
@@ -345,11 +345,11 @@ def test_passes_of_an_older_text_are_not_recorded(memory: Memory) -> None:
     epoch = catalog.epoch(ANA)
     passes = [NewPass([], facts[:1], ["one"]), NewPass(facts[:1], facts[1:], ["two"])]
     memory.update(facts[0], metadata={"n": 1})
-    assert None not in catalog.record_passes("m", ANA, passes, epoch)
+    assert None not in catalog.passes.record_all("m", ANA, passes, epoch)
     memory.update(facts[0], text="ONE")
-    assert catalog.record_passes("n", ANA, passes, epoch) == [None, None]
-    assert catalog.encodings("n", facts) == {}
-    assert None not in catalog.record_passes("n", ANA, passes, epoch + 1)
+    assert catalog.passes.record_all("n", ANA, passes, epoch) == [None, None]
+    assert catalog.passes.encodings("n", facts) == {}
+    assert None not in catalog.passes.record_all("n", ANA, passes, epoch + 1)
 
 
 # --- facts that are no longer so -------------------------------------------------------------------
@@ -359,11 +359,11 @@ def test_a_retired_fact_is_in_histories_only(memory: Memory) -> None:
     old, new = memory.add(["the cat is red", "the cat is blue"], user_id="ana")
     memory.update(old.id, text="the cat is dark red")
     catalog = memory.catalog
-    catalog.record_pass("m", ANA, [], [old.id, new.id], ["one", "two"])
+    catalog.passes.record("m", ANA, [], [old.id, new.id], ["one", "two"])
     deletion = catalog.retire(old.id, new.id, "painted")
     assert set(deletion.keys) == {"one", "two"}  # what was encoded behind it has seen it
     assert deletion.epochs
-    assert catalog.encodings("m", [new.id]) == {}
+    assert catalog.passes.encodings("m", [new.id]) == {}
     assert texts(memory, "the cat is dark red") == ["the cat is blue"]
     assert memory.get_all(user_id="ana") == [memory.get(new.id)]
     with pytest.raises(UnknownFact):
@@ -429,7 +429,7 @@ def test_a_catalog_of_the_first_version_is_migrated(tmp_path: Path) -> None:
         (f"id {number}", 1000.5 + number, 1000.5 + number) for number in (1, 2, 5)
     ]
     assert [event[:4] for event in catalog.history("id 2")] == [("ADD", "text 2", None, 1002.5)]
-    mark = catalog.vector_changes(VectorMark()).mark
+    mark = catalog.feed.vector_changes(VectorMark()).mark
     assert mark == (5, 2)
     update = catalog.update(facts[1], Turn("new"), np.ones(DIM, dtype=np.float32))
     assert update is not None
@@ -438,7 +438,7 @@ def test_a_catalog_of_the_first_version_is_migrated(tmp_path: Path) -> None:
         ("ADD", "text 2", None),
         ("UPDATE", "new", "text 2"),
     ]
-    changes = catalog.vector_changes(mark)
+    changes = catalog.feed.vector_changes(mark)
     assert (changes.fact_seqs, changes.vectors.tolist(), changes.removed_seqs) == ([2], [[1] * 4], [])
     assert catalog.page(ANA, 2).next_cursor is not None
     assert add(catalog, ANA, "more")[0].seq == 6

@@ -114,16 +114,18 @@ def test_others_change_no_rank(tmp_path: Path) -> None:
         texts = ["cats and a violin", "cats like milk", "a violin in Oslo", "milk in Oslo"]
         memory.add(texts, user_id="ana")
         memory.search("a", user_id="ana")
-        search = memory._synced_search()
-        marks = memory.catalog.scope_marks(Scope("ana"))
+        search = memory._search.synced()
+        marks = memory.catalog.feed.scope_marks(Scope("ana"))
         before = search.words.search("violin milk", 9, marks)
         memory.add(["violin violin"] * 50, user_id="ben")
         memory.search("violin", user_id="ben")
         assert (
-            memory._synced_search().words.search("violin milk", 9, memory.catalog.scope_marks(Scope("ana")))
+            memory._search.synced().words.search(
+                "violin milk", 9, memory.catalog.feed.scope_marks(Scope("ana"))
+            )
             == before
         )
-        assert marks == memory.catalog.scope_marks(Scope("ana"))
+        assert marks == memory.catalog.feed.scope_marks(Scope("ana"))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -135,9 +137,9 @@ def test_it_follows_the_catalog_without_being_built_anew(
     scope = Scope("ana")
     with open_memory(tmp_path) as memory, open_memory(tmp_path) as other:
         reads: list[int] = []
-        texts = memory.catalog.texts
+        texts = memory.catalog.feed.texts
         monkeypatch.setattr(
-            memory.catalog, "texts", lambda code, after: reads.append(after) or texts(code, after)
+            memory.catalog.feed, "texts", lambda code, after: reads.append(after) or texts(code, after)
         )
 
         def said() -> str:
@@ -159,10 +161,10 @@ def test_it_follows_the_catalog_without_being_built_anew(
                     by.delete(by.add(said(), user_id="ben")[0].id)
             memory.search("a c", user_id="ana")
             stored = {fact.seq: fact.text for fact in memory.get_all(user_id="ana")}
-            found = memory._synced_search().words.search("a c", 999, memory.catalog.scope_marks(scope))
+            found = memory._search.synced().words.search("a c", 999, memory.catalog.feed.scope_marks(scope))
             assert found == plain_bm25("a c", stored)
         assert reads.count(0) == 2  # once a scope
-        scopes = memory._synced_search().words._scopes
+        scopes = memory._search.synced().words._scopes
         memory.delete_all(user_id="ana", run_id="1")
         assert len(scopes) == 1
         other.delete_all(user_id="ana")

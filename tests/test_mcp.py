@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Awaitable, Callable
@@ -90,6 +91,21 @@ def test_memories_are_added_found_listed_and_deleted(api: FakeMemoryApi) -> None
 
     connected(api, use)
     assert [memory["user_id"] for memory in api.memories.values()] == ["ana"]
+
+
+def test_filters_go_to_the_memory_api(api: FakeMemoryApi) -> None:
+    filters = {"topic": "travel", "rating": {"gte": 3}}
+
+    async def use(session: Any) -> None:
+        await result_of(session, "search_memory", query="cat", filters=filters)
+        await result_of(session, "list_memories", filters=filters)
+        await result_of(session, "search_memory", query="cat")
+
+    connected(api, use)
+    (_, _, _, searched), (_, _, listed, _), (_, _, _, plain) = api.requests
+    assert searched["filters"] == filters
+    assert json.loads(listed["filters"]) == filters
+    assert "filters" not in plain
 
 
 def test_memories_of_others_are_not_reached(api: FakeMemoryApi) -> None:

@@ -97,7 +97,7 @@ def test_filters_in_all_combinations(memory: Memory) -> None:
 def test_recall_brings_keys_and_the_epoch(memory: Memory) -> None:
     first, second, third = memory.add(["the cat", "the dog", "the cow"], user_id="ana")
     memory.delete(third.id)
-    memory.catalog.record_pass("m", first.scope, [first.id], [second.id], ["key"])
+    memory.catalog.passes.record("m", first.scope, [first.id], [second.id], ["key"])
     recall = memory.recall("the dog", Scope("ana"), 5, "m")
     assert list(recall.hits) == memory.search("the dog", user_id="ana", top_k=5)
     assert (recall.keys, recall.epoch) == ({second.id: "key"}, 1)
@@ -181,12 +181,12 @@ def test_top_k(memory: Memory) -> None:
 def test_a_deleted_fact_never_comes_back(memory: Memory, tmp_path: Path) -> None:
     keep, gone = memory.add(["the red car", "the red dog"], user_id="ana")
     assert texts(memory, "dog", user_id="ana")[0] == "the red dog"
-    memory.catalog.record_pass("m", keep.scope, [gone.id], [keep.id], ["key"])
+    memory.catalog.passes.record("m", keep.scope, [gone.id], [keep.id], ["key"])
     deletion = memory.delete(gone.id)
     assert (deletion.fact, deletion.keys, deletion.epochs) == (gone, ("key",), ((Scope("ana"), 1),))
     assert memory.epoch(user_id="ana") == 1
-    assert memory._index is not None
-    assert gone.seq not in memory._index
+    assert memory._search._index is not None
+    assert gone.seq not in memory._search._index
     assert texts(memory, "dog", user_id="ana") == ["the red car"]
     for call in (lambda: memory.get(gone.id), lambda: memory.delete(gone.id)):
         with pytest.raises(UnknownFact, match=gone.id):
@@ -199,7 +199,7 @@ def test_a_deleted_scope_is_gone_as_a_whole(memory: Memory, tmp_path: Path) -> N
     mine = memory.add(["the red car", "the red dog"], user_id="ana", run_id="r")
     [wide] = memory.add("the red house", user_id="ana")
     [his] = memory.add("the red boat", user_id="ben", run_id="r")
-    memory.catalog.record_pass("m", mine[0].scope, [mine[0].id], [mine[1].id], ["key"])
+    memory.catalog.passes.record("m", mine[0].scope, [mine[0].id], [mine[1].id], ["key"])
     with open_memory(tmp_path) as other:
         for each in (memory, other):
             assert len(each.recall("red", Scope("ana"), 9, "m").hits) == 3
@@ -207,15 +207,15 @@ def test_a_deleted_scope_is_gone_as_a_whole(memory: Memory, tmp_path: Path) -> N
         assert memory.delete_all(user_id="nobody") == (0, (), ())
         deletion = memory.delete_all(user_id="ana", run_id="r")
         assert (deletion.num_facts, deletion.keys) == (2, ("key",))
-        assert memory._index is not None
-        assert len(memory._index) == 2
+        assert memory._search._index is not None
+        assert len(memory._search._index) == 2
         assert dict(deletion.epochs) == {Scope("ana", None, "r"): 1, Scope("ana"): 1, Scope(run_id="r"): 1}
         for each in (memory, other):
             recall = each.recall("red", Scope("ana"), 9, "m")
             assert ([hit.fact for hit in recall.hits], recall.epoch) == ([wide], 1)
             assert [hit.fact for hit in each.search("red", run_id="r")] == [his]
-            assert each._index is not None
-            assert len(each._index) == 2
+            assert each._search._index is not None
+            assert len(each._search._index) == 2
             with pytest.raises(UnknownScope):
                 each.search("red", user_id="ana", run_id="r")
             with pytest.raises(UnknownFact):
@@ -349,22 +349,24 @@ def test_a_second_memory_sees_adds_and_deletions(memory: Memory, tmp_path: Path)
         assert (
             set(texts(memory, "cat", user_id="ana")) == set(texts(other, "cat", user_id="ana")) == everything
         )
-        assert memory._index is not None
-        assert len(memory._index) == 2
+        assert memory._search._index is not None
+        assert len(memory._search._index) == 2
 
 
 def test_searching_again_reads_no_vectors(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     memory.add("x", user_id="ana")
     memory.search("x", user_id="ana")
-    monkeypatch.setattr(memory.catalog, "vector_changes", lambda *_: pytest.fail("read the vectors again"))
+    monkeypatch.setattr(
+        memory.catalog.feed, "vector_changes", lambda *_: pytest.fail("read the vectors again")
+    )
     assert texts(memory, "x", user_id="ana") == ["x"]
 
 
 def test_the_index_loads_in_parts(memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     memory.add([f"fact {i}" for i in range(25)], user_id="ana")
     with open_memory(tmp_path) as other:
-        read = other.catalog.vector_changes
-        monkeypatch.setattr(other.catalog, "vector_changes", lambda mark: read(mark, limit=10))
+        read = other.catalog.feed.vector_changes
+        monkeypatch.setattr(other.catalog.feed, "vector_changes", lambda mark: read(mark, limit=10))
         assert len(other.search("fact", user_id="ana", top_k=99)) == 25
 
 

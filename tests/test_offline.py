@@ -58,7 +58,7 @@ def output(name: str, finished: bool) -> Any:
     return SimpleNamespace(
         request_id=name,
         finished=finished,
-        outputs=[SimpleNamespace(text=name, token_ids=[1], finish_reason="stop")],
+        outputs=[SimpleNamespace(text=name, token_ids=[1], finish_reason="stop", logprobs=None)],
         kv_transfer_params=None,
         num_cached_tokens=0,
     )

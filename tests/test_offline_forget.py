@@ -18,16 +18,18 @@ from inferscale.plan import Order
 
 def test_orders_to_forget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     orders: list[Order] = []
-    encoded: list[Scope] = []
+    encoded: list[tuple[Scope, set[str]]] = []
     with open_memory(tmp_path) as memory:
         llm = MemoryLLM.__new__(MemoryLLM)  # without an engine
         llm.memory, llm._lock = memory, threading.RLock()
         llm.engine = SimpleNamespace(order=orders.append)  # type: ignore[assignment]
-        llm.runner = SimpleNamespace(encode_new=encoded.append)  # type: ignore[assignment]
+        llm.runner = SimpleNamespace(  # type: ignore[assignment]
+            encode_new=lambda scope, only: encoded.append((scope, only))
+        )
 
         block = llm.set_block("house", "Red.", user_id="ana")
-        assert (orders, encoded) == ([], [ANA])
-        memory.catalog.record_pass("m", ANA, [], [block.id], ["k"])
+        assert (orders, encoded) == ([], [(ANA, {block.id})])
+        memory.catalog.passes.record("m", ANA, [], [block.id], ["k"])
         llm.set_block("house", "Blue.", user_id="ana")
         assert orders == [Order("forget", ("k",), ((digest_of(ANA), 1),))]
         assert [found.text for found in llm.get_blocks(user_id="ana")] == ["Blue."]

@@ -57,11 +57,11 @@ def test_answers_are_the_catalogs_under_random_writes_of_two_processes(
         elif action < 0.35:
             facts = writer.facts(ANA)
             if facts:
-                writer.record_pass("m", ANA, [], [facts[0].id], [f"key {step}"])
+                writer.passes.record("m", ANA, [], [facts[0].id], [f"key {step}"])
         wanted = rng.sample([*seqs, 10**6], k=min(4, len(seqs)))
         for scope in (ANA, BEN, Scope(None, "bot", None), Scope()):
             assert reads.has_facts(scope) == catalog.has_facts(scope)
-            assert sorted(reads.scope_codes(scope)) == sorted(catalog.scope_codes(scope))
+            assert sorted(reads.scope_codes(scope)) == sorted(catalog.feed.scope_codes(scope))
             for model in ("m", None, "other"):
                 assert reads.found_facts(scope, wanted, model) == catalog.found_facts(scope, wanted, model)
     other.close()

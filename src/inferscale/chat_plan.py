@@ -23,10 +23,11 @@ from inferscale.encoder import Encoder
 from inferscale.errors import TextTooLong, UnknownScope
 from inferscale.facts import Fact, Scope, SearchHit, Turn
 from inferscale.filters import Filter
-from inferscale.memory import Memory, Recall
+from inferscale.memory import Memory
 from inferscale.plan import Plan, Segment, scope_digest
 from inferscale.planner import Candidate, Choice, choose
 from inferscale.prompt import Draft, Prompt
+from inferscale.search import Recall
 
 Mode = Literal["inject", "text", "none"]
 

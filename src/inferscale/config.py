@@ -19,6 +19,8 @@ from inferscale.errors import InvalidConfig
 
 _C = TypeVar("_C")
 
+TierWait = Literal["auto", "always", "never"]
+PoolDtype = Literal["auto", "int8", "fp8"]
 InjectionPath = Literal["auto", "fused", "portable"]
 
 AUTO = "auto"
@@ -61,6 +63,11 @@ def _check_number(value: object, name: str, lowest: float, highest: float) -> No
         raise InvalidConfig(f"{name} is {value!r}; allowed are numbers from {lowest:g} to {highest:g}.")
 
 
+def _check_path(value: object, name: str) -> None:
+    if value is not None and (not isinstance(value, str) or not value):
+        raise InvalidConfig(f"{name} is {value!r}; allowed is a path as a string. Leave it out for none.")
+
+
 def from_mapping(cls: type[_C], settings: Mapping[str, Any], where: str) -> _C:
     """Build the dataclass `cls` from `settings`; an unknown key is an InvalidConfig."""
     allowed = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -89,6 +96,9 @@ class ConnectorConfig:
     """Memory of the KV pool on each worker, in bytes (or '512MiB', '2GB'). 'auto': on a GPU, `OfflineEngine`
     takes a quarter of what the model leaves (`budget`); everywhere else, also where vLLM is started by its
     own flags, 1 GiB."""
+    pool_dtype: PoolDtype = "auto"
+    """How the pool keeps KV, in all tiers. `auto`: as vLLM's cache does, bit for bit. `int8`, `fp8`: a byte
+    an element and scales for each token, which is inexact (docs/quality.md has what it costs)."""
     page_size_tokens: int = 4
     """Tokens in one page of the pool; a segment occupies whole pages."""
     host_size_bytes: int | str = 0
@@ -98,8 +108,14 @@ class ConnectorConfig:
     """The same on disk, for each worker; it outlives the engine. 0: none."""
     disk_dir: str | None = None
     """Folder of the copies on disk."""
+    encryption_key_file: str | None = None
+    """File with the key that they are encrypted with; without one, $INFERSCALE_ENCRYPTION_KEY. The server's
+    memory takes the same where `server` names no other."""
     max_share: float = 0.5
-    """Of host memory and of disk, what one scope may hold while others want room."""
+    """Of the pool, of host memory and of disk, what one scope may hold while others want room."""
+    tier_wait: TierWait = "auto"
+    """Whether a request waits while its segments come from host memory or disk. `auto`: where that takes less
+    long than to prefill them, as this engine measures. Those it does not wait for come for the next one."""
     runtime_dir: str | None = None
     """Folder for the residency socket and the plan secret; default: one per engine id in the
     system's temporary folder."""
@@ -130,6 +146,7 @@ class ConnectorConfig:
             )
         if self.disk_bytes and self.disk_dir is None:
             raise InvalidConfig("disk_size_bytes is given without disk_dir; name the folder of the copies.")
+        _check_path(self.encryption_key_file, "encryption_key_file")
         share = self.max_share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise InvalidConfig(f"max_share is {share!r}; allowed are numbers above 0, up to 1.")
@@ -138,9 +155,11 @@ class ConnectorConfig:
                 f"runtime_dir is {self.runtime_dir!r}; allowed is the path of a folder as a string. Leave it "
                 "out for the default."
             )
-        if self.injection_path not in get_args(InjectionPath):
-            allowed = ", ".join(get_args(InjectionPath))
-            raise InvalidConfig(f"injection_path is {self.injection_path!r}; allowed are {allowed}.")
+        choices = {"injection_path": InjectionPath, "pool_dtype": PoolDtype, "tier_wait": TierWait}
+        for name, choice in choices.items():
+            if getattr(self, name) not in get_args(choice):
+                allowed = ", ".join(get_args(choice))
+                raise InvalidConfig(f"{name} is {getattr(self, name)!r}; allowed are {allowed}.")
         if not isinstance(self.compile_injection, bool):
             raise InvalidConfig(
                 f"compile_injection is {self.compile_injection!r}; allowed are true and false without quotes."
@@ -248,6 +267,9 @@ class MemoryConfig:
     """What would exceed it is refused (QuotaExceeded). Without a user, of an agent or run. None: no limit."""
     max_bytes_per_user: int | None = None
     """Of texts and metadata, without histories and vectors."""
+    encryption_key_file: str | Path | None = None
+    """File with the key that the folder is encrypted with (docs/operations.md). Without one the key is
+    $INFERSCALE_ENCRYPTION_KEY, and without that the folder is not encrypted."""
 
     def __post_init__(self) -> None:
         for name in ("max_facts_per_user", "max_bytes_per_user"):
@@ -313,6 +335,8 @@ class ServerConfig:
     max_facts_per_user: int | None = None
     max_bytes_per_user: int | None = None
     """As in `MemoryConfig`, of each user of each tenant."""
+    encryption_key_file: str | None = None
+    """As in `MemoryConfig`."""
     retrieval: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `RetrievalConfig`."""
     reranker: str | None = None
@@ -325,7 +349,7 @@ class ServerConfig:
         _check_int(self.window, "server.window", 0)
         _check_int(self.stride, "server.stride", 1)
         _check_int(self.top_k, "server.top_k", 0)
-        for name in ("data_dir", "embedder", "keys_file", "reranker"):
+        for name in ("data_dir", "embedder", "keys_file", "reranker", "encryption_key_file"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise InvalidConfig(f"server.{name} is {value!r}; allowed are texts. Leave it out for none.")
@@ -348,6 +372,7 @@ class ServerConfig:
             max_bytes_per_user=self.max_bytes_per_user,
             retrieval=from_mapping(RetrievalConfig, self.retrieval, "server.retrieval"),
             reranker=self.reranker,
+            encryption_key_file=self.encryption_key_file,
             **folder,
         )
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import re
 from datetime import UTC, date, datetime, timedelta, timezone, tzinfo
 from functools import lru_cache
+from typing import TypeGuard
 
 from dateutil import parser
 
 _MAX_CHARS = 64
+_FIRST_S = datetime.min.replace(tzinfo=UTC).timestamp()
+_END_S = datetime.max.replace(tzinfo=UTC).timestamp()
 _EITHER_WAY = re.compile(r"\b(0?[1-9]|1[0-2])[/.-](0?[1-9]|1[0-2])[/.-](\d{4}|\d\d)\b")
 """Day and month, or month and day."""
 _TWICE = (datetime(2000, 1, 1, tzinfo=UTC), datetime(2001, 2, 2, tzinfo=UTC))
 """Two times that fill what a text leaves open: a text that says no day, month or year gives two answers."""
+
+
+def is_time(value: object) -> TypeGuard[float]:
+    """Whether this is the Unix time of a moment that a calendar has, in the years 1 to 9999."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and _FIRST_S <= value < _END_S  # type: ignore[operator]
 
 
 @lru_cache(maxsize=4096)

@@ -22,7 +22,8 @@ from pathlib import Path
 from inferscale import models
 from inferscale.catalog import CATALOG_FILE, Catalog
 from inferscale.config import default_data_dir
-from inferscale.errors import CatalogError
+from inferscale.encryption import KEY_VARIABLE, find_key
+from inferscale.errors import CatalogError, InvalidConfig, WrongKey
 from inferscale.facts import Scope
 
 OLDEST_ENGINE, NEWEST_ENGINE = (0, 25, 1), (0, 32)
@@ -220,8 +221,10 @@ def _data_folder() -> Finding:
     if not (path / CATALOG_FILE).exists():
         return Finding("data folder", True, f"{path} (no facts yet)")
     try:
-        with closing(Catalog(path)) as catalog:
+        with closing(Catalog(path, key=find_key())) as catalog:
             num_facts, num_scopes = catalog.count(Scope()), catalog.count_scopes()
+    except (WrongKey, InvalidConfig) as error:
+        return Finding("data folder", False, f"{path}: {error}", f"set {KEY_VARIABLE} to its key")
     except CatalogError as error:
         return Finding("data folder", False, f"{path}: {error}", "set INFERSCALE_HOME to another folder")
     return Finding("data folder", True, f"{path} (facts: {num_facts}, scopes: {num_scopes})")

@@ -44,7 +44,7 @@ class JobChooser:
         strays: list[str] = []
         for start in range(0, len(found), _KEYS_AT_ONCE):
             asked = found[start : start + _KEYS_AT_ONCE]
-            known = self.encoder.catalog.known_keys(asked) | {self.encoder.anchor_key}
+            known = self.encoder.catalog.passes.known_keys(asked) | {self.encoder.anchor_key}
             strays += [key for key in asked if key not in known]
         return strays
 

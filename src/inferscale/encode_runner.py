@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import closing
 from typing import NamedTuple
 
@@ -68,9 +68,11 @@ class EncodeRunner:
         self.encoder = encoder
         self.jobs = JobChooser(encoder, engine.residency)
 
-    def encode_new(self, scope: Scope, progress: Progress | None = None) -> EncodeProgress:
-        """Encode what was never encoded in this scope."""
-        return self.run(self.encoder.new_jobs(scope), progress)
+    def encode_new(
+        self, scope: Scope, progress: Progress | None = None, only: Set[str] | None = None
+    ) -> EncodeProgress:
+        """Encode what was never encoded in this scope. only: of these facts and of those said right behind."""
+        return self.run(self.encoder.new_jobs(scope, only, with_followers=only is not None), progress)
 
     def repair(self, scope: Scope, missing: Sequence[Fact]) -> EncodeProgress:
         """Run the passes that hold the missing facts, new ones where a fact was never encoded."""

@@ -23,6 +23,7 @@ from inferscale.windows import EncodePass, WindowPolicy, pass_tokens, plan_passe
 
 _PASSES_AT_ONCE = 64
 """Passes that are read or stored in one transaction of the catalog: each costs a write to the disk."""
+_FACTS_AT_ONCE = 256
 
 
 class EncodeJob(NamedTuple):
@@ -101,10 +102,15 @@ class Encoder:
     def head_key(self, head_ids: Sequence[int]) -> str:
         return segment_key(self.model, (), head_ids)
 
-    def new_jobs(self, filter: Scope, only: Set[str] | None = None) -> list[EncodeJob]:
+    def new_jobs(
+        self, filter: Scope, only: Set[str] | None = None, *, with_followers: bool = False
+    ) -> list[EncodeJob]:
         """Plan and record passes for the facts under `filter` that were never encoded for this model.
 
-        only: ids of facts; passes that capture none of them are neither recorded nor returned.
+        only: ids of facts; passes that capture none of them are neither recorded nor returned. After a change
+        of model or format no fact of a scope is encoded, and what one call plans stays small all the same.
+        with_followers: also for the facts said right behind them, whose KV is gone where it had seen one of
+        them.
         """
         unencoded = self.catalog.unencoded(self.encodings_of, filter)
         if only is not None and only.isdisjoint(fact.id for fact in unencoded):
@@ -113,10 +119,26 @@ class Encoder:
         for scope, found in groupby(sorted(unencoded, key=_scope_order), key=lambda fact: fact.scope):
             listed = list(found)
             facts = [fact for fact in listed if fact.block is None]
-            if facts:
-                jobs.extend(self._plan_scope(scope, facts, only))
+            runs = [facts] if only is None else self._runs(facts, only, with_followers)
+            for run in runs:
+                if run:
+                    jobs.extend(self._plan_scope(scope, run, None if with_followers else only))
             jobs.extend(self._plan_blocks(scope, [fact for fact in listed if fact.block is not None], only))
         return jobs
+
+    def _runs(self, facts: Sequence[Fact], wanted: Set[str], with_followers: bool) -> list[list[Fact]]:
+        """Of facts without KV, in the order they were said: as many as one pass captures around each that is
+        wanted, or behind it too; what stands together is one run."""
+        stride = self.policy.stride
+        reach = 1 + (1 + -(-self.policy.window // stride) if with_followers else 0)
+        places = {index // stride for index, fact in enumerate(facts) if fact.id in wanted}
+        places = {place + further for place in places for further in range(reach)}
+        runs: list[list[Fact]] = []
+        for place in sorted(places):
+            if place - 1 not in places:
+                runs.append([])
+            runs[-1] += facts[place * stride : (place + 1) * stride]
+        return runs
 
     def _plan_blocks(self, scope: Scope, blocks: Sequence[Fact], only: Set[str] | None) -> list[EncodeJob]:
         """Each core block alone behind the anchor, so that nothing else has seen it when it changes."""
@@ -135,11 +157,7 @@ class Encoder:
         epoch = self.catalog.epoch(scope)  # first: what is read of later than this is not older
         before = self.catalog.neighbours_before(needed[0], self.policy.window)
         wanted = {fact.id for fact in needed}
-        first, last = needed[0].seq, needed[-1].seq
-        between = [
-            f for f in self.catalog.facts(scope, after=first - 1) if f.seq <= last and f.scope == scope
-        ]
-        items = [*before, *between]
+        items = [*before, *self._between(scope, needed[0].seq, needed[-1].seq)]
         items_ids = [self.prompts.fact_ids(fact) for fact in items]
         lengths = [len(ids) for ids in items_ids]
         # A text that was stored without a look at this model may be too long for it; it stays text.
@@ -162,6 +180,15 @@ class Encoder:
             planned.append((job, _new_pass(job, fact_ids, num_window)))
         return self._recorded(scope, planned)
 
+    def _between(self, scope: Scope, first: int, last: int) -> list[Fact]:
+        """Facts of exactly this scope by sequence number, `first` and `last` included."""
+        found: list[Fact] = []
+        after = first - 1
+        while after < last and (chunk := self.catalog.facts(scope, _FACTS_AT_ONCE, after)):
+            found += [fact for fact in chunk if fact.seq <= last and fact.scope == scope]
+            after = chunk[-1].seq
+        return found
+
     def _recorded(self, scope: Scope, planned: Sequence[tuple[EncodeJob, NewPass]]) -> list[EncodeJob]:
         """Store passes; none where a fact was deleted or reworded meanwhile: they must not run."""
         jobs: list[EncodeJob] = []
@@ -169,17 +196,17 @@ class Encoder:
             chunk = planned[start : start + _PASSES_AT_ONCE]
             # None is recorded once the scope's epoch has risen: the text may be another by now.
             new_passes, epoch = [new for _, new in chunk], chunk[0][0].epoch
-            pass_ids = self.catalog.record_passes(self.encodings_of, scope, new_passes, epoch)
+            pass_ids = self.catalog.passes.record_all(self.encodings_of, scope, new_passes, epoch)
             jobs += [job for (job, _), pass_id in zip(chunk, pass_ids, strict=True) if pass_id is not None]
         return jobs
 
     def rebuild_jobs(self, fact_ids: Iterable[str]) -> list[EncodeJob]:
         """The recorded passes that these facts' KV comes from; one job a pass, however many of its facts."""
-        encodings = self.catalog.encodings(self.encodings_of, fact_ids)
+        encodings = self.catalog.passes.encodings(self.encodings_of, fact_ids)
         pass_ids = iter(dict.fromkeys(encoding.pass_id for encoding in encodings.values()))
         jobs: list[EncodeJob] = []
         while chunk := list(islice(pass_ids, _PASSES_AT_ONCE)):
-            passes = self.catalog.passes(chunk).values()
+            passes = self.catalog.passes.by_ids(chunk).values()
             epochs = {scope: self.catalog.epoch(scope) for scope in {recorded.scope for recorded in passes}}
             needed = dict.fromkeys(fact_id for recorded in passes for fact_id in recorded.fact_ids)
             facts = {fact.id: fact for fact in self.catalog.facts_by_ids(needed)}
@@ -224,7 +251,7 @@ class Encoder:
         """Fact id → key of its KV, for facts that were encoded for this model."""
         return {
             fact_id: encoding.key
-            for fact_id, encoding in self.catalog.encodings(self.encodings_of, fact_ids).items()
+            for fact_id, encoding in self.catalog.passes.encodings(self.encodings_of, fact_ids).items()
         }
 
     def plan_of(self, job: EncodeJob) -> Plan:

@@ -10,6 +10,7 @@
     │   └── InvalidConfig             a setting that is unknown, of a wrong type or out of range
     ├── CatalogError                  the data folder cannot be used
     │   ├── NewerCatalog              written by a newer version
+    │   ├── WrongKey                  encrypted with another key, or read without one
     │   └── EmbedderMismatch          vectors of another embedder
     ├── ExtractionError               a model gave no answer that facts can be read from
     ├── PlanRejected                  a plan whose form, version or signature is wrong
@@ -63,6 +64,10 @@ class CatalogError(InferScaleError):
 
 class NewerCatalog(CatalogError):
     """The catalog was written by a newer version of InferScale."""
+
+
+class WrongKey(CatalogError):
+    """The catalog is encrypted with another key, or not encrypted, or read without a key."""
 
 
 class EmbedderMismatch(CatalogError):

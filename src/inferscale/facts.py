@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, TypedDict
 
 
 class Keep(Enum):
@@ -18,6 +18,14 @@ class Keep(Enum):
 
 KEEP: Final = Keep.KEEP
 """Says of an argument that it is to be left as it is, where None is a value of its own."""
+
+
+class ScopeIds(TypedDict):
+    """The ids of a scope as the methods of `Memory` take them: `memory.search(query, **ids)`."""
+
+    user_id: str | None
+    agent_id: str | None
+    run_id: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +39,9 @@ class Scope:
     user_id: str | None = None
     agent_id: str | None = None
     run_id: str | None = None
+
+    def ids(self) -> ScopeIds:
+        return ScopeIds(user_id=self.user_id, agent_id=self.agent_id, run_id=self.run_id)
 
     def is_empty(self) -> bool:
         return self.user_id is None and self.agent_id is None and self.run_id is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 import anyio
 from mcp.server.mcpserver import MCPServer
@@ -23,6 +23,12 @@ from inferscale.facts import Scope
 _INSTRUCTIONS = (
     "Long-term memory of this user. Search it before you answer what may depend on earlier conversations; "
     "add what will be worth knowing later, one self-contained statement at a time."
+)
+
+_FILTERS = (
+    "Only memories that pass, by metadata, speaker, created_at, updated_at or happened_at, such as "
+    '{"topic": "travel"} or {"rating": {"gte": 3}, "happened_at": {"lt": "2023-06-01"}}. '
+    "Tests: eq, ne, in, nin, gt, gte, lt, lte, contains, icontains; joined by AND, OR, NOT."
 )
 
 _READS = ToolAnnotations(read_only_hint=True, open_world_hint=False)
@@ -81,20 +87,26 @@ def build_server(client: AsyncClient, scope: Scope) -> MCPServer:
     async def search_memory(
         query: Annotated[str, Field(description="What to look for, in words.")],
         top_k: Annotated[int, Field(ge=1, le=200, description="How many memories to find.")] = 10,
+        filters: Annotated[dict[str, Any] | None, Field(description=_FILTERS)] = None,
     ) -> list[Found]:
         """Find the memories most similar to a query, best first."""
         with _told():
-            results = await client.search(query, user_id=user, agent_id=agent, run_id=run, top_k=top_k)
+            results = await client.search(
+                query, user_id=user, agent_id=agent, run_id=run, top_k=top_k, filters=filters
+            )
         return [Found(**_shown(result.memory).model_dump(), score=result.score) for result in results]
 
     @server.tool(annotations=_READS)
     async def list_memories(
         limit: Annotated[int, Field(ge=1, le=1000, description="How many memories to give.")] = 100,
         after: Annotated[str | None, Field(description="next_cursor of the list before.")] = None,
+        filters: Annotated[dict[str, Any] | None, Field(description=_FILTERS)] = None,
     ) -> Listed:
         """List the memories in the order they were stored."""
         with _told():
-            page = await client.list(user_id=user, agent_id=agent, run_id=run, limit=limit, after=after)
+            page = await client.list(
+                user_id=user, agent_id=agent, run_id=run, limit=limit, after=after, filters=filters
+            )
         return Listed(memories=[_shown(memory) for memory in page.memories], next_cursor=page.next_cursor)
 
     @server.tool(annotations=_DELETES)

@@ -1,20 +1,15 @@
 """Memory: add, search, get, change and delete facts of users, agents and runs, on one data folder.
 
-Brings catalog, embedder and index together. Knows nothing of models, tokens and KV: `MemoryLLM`
+Brings catalog and search together. Knows nothing of models, tokens and KV: `MemoryLLM`
 and the server take facts from here and the catalog's bookkeeping for what they encode.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from inferscale.catalog import (
     Added,
@@ -27,10 +22,10 @@ from inferscale.catalog import (
     ScopeDeletion,
     StoredFact,
     Update,
-    VectorMark,
 )
 from inferscale.config import MemoryConfig
-from inferscale.errors import EmbedderMismatch, InvalidInput, UnknownFact, UnknownScope
+from inferscale.encryption import find_key
+from inferscale.errors import InvalidInput, UnknownFact
 from inferscale.facts import (
     KEEP,
     ChangeEvent,
@@ -44,30 +39,22 @@ from inferscale.facts import (
     Wording,
 )
 from inferscale.filters import Filter, read_filter
-from inferscale.turns import Content, from_assistant, read_block_name, read_query, read_scope, read_turns
+from inferscale.search import FactSearch, Recall, embedding_text
+from inferscale.turns import (
+    Content,
+    from_assistant,
+    read_block_name,
+    read_change,
+    read_count,
+    read_query,
+    read_scope,
+    read_turns,
+)
 
 if TYPE_CHECKING:
-    from inferscale.catalog.database import ChangeToken
-    from inferscale.catalog.results import StoredText
     from inferscale.extraction import ExtractionModel, Inference
-    from inferscale.retrieval import DeviceChoice, Embedder, HybridSearch, VectorIndex
+    from inferscale.retrieval import Embedder
     from inferscale.retrieval.reranker import Reranker
-
-_log = logging.getLogger(__name__)
-
-
-class Recall(NamedTuple):
-    """Facts found for a query.
-
-    keys: fact id → key of its KV, where it was encoded. epoch: of the scope. embed_ms, search_ms:
-    time for the query's vector, and for all else.
-    """
-
-    hits: tuple[SearchHit, ...]
-    keys: dict[str, str]
-    epoch: int
-    embed_ms: float
-    search_ms: float
 
 
 class Memory:
@@ -94,19 +81,11 @@ class Memory:
         self.config = config if config is not None else MemoryConfig()
         self.extraction = extraction
         quota = Quota(self.config.max_facts_per_user, self.config.max_bytes_per_user)
-        self.catalog = Catalog(self.config.data_dir, quota)
-        self._remembered = RememberedReads(self.catalog)
-        self._embedder = embedder
-        self._reranker = reranker
+        self.catalog = Catalog(self.config.data_dir, quota, find_key(self.config.encryption_key_file))
         self.check_text = check_text
-        self._lock = threading.RLock()
-        self._embedder_is_recorded = False
-        self._device: DeviceChoice | None = None
-        self._index: VectorIndex | None = None
-        self._search: HybridSearch | None = None
-        self._words_token: ChangeToken | None = None
-        self._index_mark = VectorMark()
-        self._index_token: ChangeToken | None = None
+        self._remembered = RememberedReads(self.catalog)
+        self._search = FactSearch(self.catalog, self._remembered, self.config, embedder, reranker)
+        self._lock = threading.Lock()
 
     def add(
         self,
@@ -140,15 +119,12 @@ class Memory:
         """
         scope = read_scope(user_id, agent_id, run_id)
         turns = read_turns(content, speaker, said_at, metadata, expires_at)
-        if self.check_text is not None:
-            for turn in turns:
-                self.check_text(turn)
+        self._check(turns)
         if infer:
             return self._infer(scope, turns, from_assistant(content))
         if not turns:
             return Added()
-        vectors = self._ready_embedder().embed([embedding_text(turn) for turn in turns])
-        facts = self.catalog.add_facts(scope, turns, vectors)
+        facts = self.catalog.add_facts(scope, turns, self._search.embed(turns))
         return Added(facts, [ChangeEvent("ADD", fact.id, fact.text) for fact in facts])
 
     def _infer(self, scope: Scope, turns: Sequence[Turn], is_assistant: Sequence[bool]) -> Added:
@@ -165,9 +141,15 @@ class Memory:
                 self.extraction = Inference(self.extraction)
             inference = self.extraction
         talk = [Said(turn, not assistant) for turn, assistant in zip(turns, is_assistant, strict=True)]
-        added = inference.add(self.catalog, self._ready_embedder().embed, embedding_text, scope, talk)
-        self._follow_up()
+        embedder = self._search.ready_embedder()
+        added = inference.add(self.catalog, embedder.embed, embedding_text, scope, talk)
+        self._search.follow()
         return added
+
+    def _check(self, turns: Sequence[Turn]) -> None:
+        if self.check_text is not None:
+            for turn in turns:
+                self.check_text(turn)
 
     def search(
         self,
@@ -202,31 +184,7 @@ class Memory:
 
         within: the filter, already read. The facts, their keys and the epoch are of one read.
         """
-        text = read_query(query)
-        k = _check_count(top_k, "top_k")
-        self._check_known(scope)
-        if k == 0:
-            return Recall((), {}, self.catalog.epoch(scope), 0.0, 0.0)
-        from inferscale.retrieval import Query
-
-        embedder = self._ready_embedder()
-        start_s = time.perf_counter()
-        query_vector = embedder.embed([text])[0]
-        embedded_s = time.perf_counter()
-        marks = self._remembered.scope_marks(scope)
-        asked = Query(text, query_vector, marks, self._findable(scope, within))
-        reranker = self._ready_reranker()
-        num_hits = k if reranker is None else max(k, self.config.retrieval.reranked)
-        hits = self._synced_search().search(asked, num_hits)
-        found = self._remembered.found_facts(scope, [hit.id for hit in hits], model)
-        # A fact can have been deleted by another process since the search.
-        facts = tuple(SearchHit(found.facts[hit.id], hit.score) for hit in hits if hit.id in found.facts)
-        if reranker is not None:
-            facts = _reranked(reranker, text, facts)[:k]
-        done_s = time.perf_counter()
-        return Recall(
-            facts, found.keys, found.epoch, (embedded_s - start_s) * 1e3, (done_s - embedded_s) * 1e3
-        )
+        return self._search.recall(read_query(query), scope, read_count(top_k, "top_k"), model, within)
 
     def get(self, fact_id: str) -> Fact:
         """The fact with this id. Raises UnknownFact."""
@@ -251,8 +209,8 @@ class Memory:
         """
         scope = read_scope(user_id, agent_id, run_id)
         if limit is not None:
-            _check_count(limit, "limit")
-        self._check_known(scope)
+            read_count(limit, "limit")
+        self._search.check_known(scope)
         return self.catalog.facts(scope, limit, within=read_filter(filters))
 
     def page(
@@ -272,7 +230,7 @@ class Memory:
         1 or a cursor that is none of this memory.
         """
         scope = read_scope(user_id, agent_id, run_id)
-        return self.catalog.page(scope, _check_count(limit, "limit", lowest=1), after, read_filter(filters))
+        return self.catalog.page(scope, read_count(limit, "limit", lowest=1), after, read_filter(filters))
 
     def import_facts(self, stored: Sequence[StoredFact], *, replaces: bool = False) -> Imported:
         """Store facts of another memory as they were there, with ids, times and history; all or none.
@@ -280,23 +238,16 @@ class Memory:
         They come behind those that are there. A fact whose id or core block is there already is passed
         over; replaces: it takes that one's place. Raises what `add` raises.
         """
-        if replaces:
-            new = list(stored)
-        else:
-            known = self.catalog.known_ids(item.fact.id for item in stored)
-            new = [item for item in stored if item.fact.id not in known]
+        known = set() if replaces else self.catalog.known_ids(item.fact.id for item in stored)
+        new = [item for item in stored if item.fact.id not in known]
         num_known = len(stored) - len(new)
         if not new:
             return Imported(0, 0, num_known)
         turns = [Turn(*Wording.of(item.fact)) for item in new if item.has_vector]
-        if self.check_text is not None:
-            for turn in turns:
-                self.check_text(turn)
-        embedder = self._ready_embedder()
-        texts = [embedding_text(turn) for turn in turns]
-        vectors = embedder.embed(texts) if texts else np.zeros((0, embedder.dim), np.float32)
-        imported = self.catalog.import_facts(new, vectors, replaces=replaces)
-        self._follow_up()
+        self._check(turns)
+        self._check([Turn(*Wording.of(item.fact)) for item in new if item.fact.block and not item.ended])
+        imported = self.catalog.import_facts(new, self._search.embed(turns), replaces=replaces)
+        self._search.follow()
         return imported._replace(num_skipped=imported.num_skipped + num_known)
 
     def update(
@@ -321,14 +272,13 @@ class Memory:
         update = None
         while update is None:  # until nobody else changes the fact meanwhile
             fact = self.get(fact_id)
-            turn = _changed(fact, text, speaker, said_at, metadata)
+            turn = read_change(fact, text, speaker, said_at, metadata)
             vector = None
             if Wording.of(turn) != Wording.of(fact):
-                if self.check_text is not None:
-                    self.check_text(turn)
-                vector = self._ready_embedder().embed([embedding_text(turn)])[0]
+                self._check([turn])
+                vector = self._search.embed([turn])[0]
             update = self.catalog.update(fact, turn, vector)
-        self._follow_up()
+        self._search.follow()
         return update
 
     def history(self, fact_id: str) -> list[HistoryEvent]:
@@ -342,7 +292,7 @@ class Memory:
         `MemoryLLM.delete` passes them on.
         """
         deletion = self.catalog.delete(fact_id)
-        self._follow_up()
+        self._search.follow()
         return deletion
 
     def delete_all(
@@ -353,13 +303,12 @@ class Memory:
         Returns how many there were, with the keys and epochs as `delete` does.
         """
         deletion = self.catalog.delete_all(read_scope(user_id, agent_id, run_id))
-        self._follow_up()
+        self._search.follow()
         return deletion
 
     def is_purge_due(self) -> bool:
         """Whether something of anybody has expired and is not deleted yet. Cheap."""
-        expiry = self._remembered.next_expiry()
-        return expiry is not None and expiry <= time.time()
+        return self._search.is_purge_due()
 
     def purge_expired(self) -> ScopeDeletion:
         """Delete what has expired, of everybody, as `delete` does; it is not found since it expired.
@@ -368,7 +317,7 @@ class Memory:
         """
         deletion = self.catalog.purge_expired()
         if deletion.num_facts:
-            self._follow_up()
+            self._search.follow()
         return deletion
 
     def set_block(
@@ -388,8 +337,7 @@ class Memory:
         """
         scope = read_scope(user_id, agent_id, run_id)
         [turn] = read_turns(Turn(text, read_block_name(name)))
-        if self.check_text is not None:
-            self.check_text(turn)
+        self._check([turn])
         return self.catalog.set_block(scope, name, turn.text)
 
     def get_blocks(
@@ -427,13 +375,11 @@ class Memory:
 
     def load(self) -> None:
         """Load the embedder and read the index now instead of at first use. Raises what they raise."""
-        self._ready_embedder().embed(["a first text takes longer"])
-        self._synced_index()
+        self._search.load()
 
     def close(self) -> None:
         """Close the catalog and free the index. May be called twice."""
-        with self._lock:
-            self._index = self._search = None
+        self._search.close()
         self.catalog.close()
 
     def __enter__(self) -> Memory:
@@ -443,151 +389,3 @@ class Memory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _ready_reranker(self) -> Reranker | None:
-        with self._lock:
-            if self._reranker is None and self.config.reranker is not None:
-                from inferscale.retrieval.reranker import CrossEncoder
-
-                self._reranker = CrossEncoder(self.config.reranker)
-            return self._reranker
-
-    def _findable(self, scope: Scope, within: Filter | None) -> list[int] | None:
-        """Numbers of the facts that may be found; None for all of the scope, as nearly always."""
-        if within is None and not (self.is_purge_due() and self.catalog.has_expired(scope)):
-            return None
-        return self.catalog.matching(scope, within)
-
-    def _check_known(self, scope: Scope) -> None:
-        if self._remembered.has_facts(scope):
-            return
-        # Only a number: the ids of other users are not for everyone's eyes.
-        raise UnknownScope(
-            f"no fact is stored under {scope.describe()}; the catalog holds facts of "
-            f"{self.catalog.count_scopes()} other scopes. Ids are compared exactly: check their "
-            "spelling, or add a fact first."
-        )
-
-    def _ready_embedder(self) -> Embedder:
-        """The embedder, made on first use and known to fit the vectors of the catalog."""
-        with self._lock:
-            if self._embedder is None:
-                from inferscale.retrieval import open_embedder
-
-                self._embedder = open_embedder(self.config.embedder, self._chosen_device(), _log.info)
-            if not self._embedder_is_recorded:
-                self.catalog.record_embedder(self._embedder.name, self._embedder.dim)
-                self._embedder_is_recorded = True
-            return self._embedder
-
-    def _chosen_device(self) -> DeviceChoice:
-        """One for embedder and index: where the one has to leave a GPU, so does the other."""
-        with self._lock:
-            if self._device is None:
-                from inferscale.retrieval import DeviceChoice
-
-                self._device = DeviceChoice(self.config.embedder_device)
-            return self._device
-
-    def _follow_up(self) -> None:
-        """Take what was just changed or removed out of the index as well, where there is one."""
-        with self._lock, suppress(EmbedderMismatch):  # then the next search is refused
-            if self._search is not None:
-                self._synced_search()
-            elif self._index is not None:
-                self._synced_index()
-
-    def _synced_search(self) -> HybridSearch:
-        with self._lock:
-            vectors = self._synced_index()
-            if self._search is None or self._search.vectors is not vectors:
-                from inferscale.retrieval import HybridSearch, LexicalIndex
-                from inferscale.retrieval.lexical import Changes
-
-                catalog = self.catalog
-                changes = Changes(catalog.changes_after, lambda *asked: _words_of(catalog.texts_of(*asked)))
-                words = LexicalIndex(lambda *asked: _words_of(catalog.texts(*asked)), changes=changes)
-                self._search = HybridSearch(vectors, words, self.config.retrieval)
-            elif self._words_token != self._index_token:
-                self._search.words.follow()
-            self._words_token = self._index_token
-            return self._search
-
-    def _synced_index(self) -> VectorIndex:
-        """The index with everything that this and other processes have stored and removed so far.
-
-        It is fed from the catalog only, so that writes of this process need no path of their own.
-        """
-        with self._lock:
-            if self._index is None:
-                from inferscale.retrieval import VectorIndex
-
-                self._index = VectorIndex(self._ready_embedder().dim, self._chosen_device())
-                self._index_mark, self._index_token = VectorMark(), None
-                num_rows = self.catalog.count_rows()
-                self._index.reserve(num_rows + num_rows // 8)  # the next adds need no larger table
-            # Taken before reading: what is written in between is then read again, not missed.
-            token = self.catalog.change_token()
-            if token == self._index_token:
-                return self._index
-            while True:
-                changes = self.catalog.vector_changes(self._index_mark)
-                self._index.add(changes.fact_seqs, changes.scope_codes, changes.vectors)
-                self._index.remove(changes.removed_seqs)
-                self._index_mark = changes.mark
-                if changes.is_complete:
-                    self._index_token = token
-                    return self._index
-
-
-def embedding_text(turn: Turn) -> str:
-    """What is embedded of a turn: `speaker (time): text`, since people ask for who and when as well.
-
-    A change here needs the facts of existing folders to be embedded anew.
-    """
-    time = f"({turn.said_at})" if turn.said_at is not None else None
-    source = " ".join(part for part in (turn.speaker, time) if part is not None)
-    return f"{source}: {turn.text}" if source else turn.text
-
-
-def _words_of(found: Iterable[StoredText]) -> list[tuple[int, str]]:
-    """Numbers, and what a fact can be found by: the same as is embedded."""
-    return [(item.seq, embedding_text(Turn(item.text, item.speaker, item.said_at))) for item in found]
-
-
-def _reranked(reranker: Reranker, query: str, hits: Sequence[SearchHit]) -> tuple[SearchHit, ...]:
-    """In the reranker's order; what it finds equal stays as it is."""
-    texts = [embedding_text(Turn(*Wording.of(hit.fact))) for hit in hits]
-    scores = reranker.scores(query, texts)
-    order = sorted(range(len(hits)), key=lambda place: -scores[place])
-    return tuple(hits[place] for place in order)
-
-
-def _changed(
-    fact: Fact,
-    text: str | None,
-    speaker: str | Keep | None,
-    said_at: str | Keep | None,
-    metadata: Mapping[str, Any] | None,
-) -> Turn:
-    """What a fact says after an update. Only what is given is checked and cleaned: the rest was before."""
-    [given] = read_turns(
-        Turn(
-            "unchanged" if text is None else text,
-            None if speaker is KEEP else speaker,
-            None if said_at is KEEP else said_at,
-            {} if metadata is None else metadata,  # type: ignore[arg-type]  # checked there
-        )
-    )
-    return Turn(
-        fact.text if text is None else given.text,
-        fact.speaker if speaker is KEEP else given.speaker,
-        fact.said_at if said_at is KEEP else given.said_at,
-        fact.metadata if metadata is None else given.metadata,
-    )
-
-
-def _check_count(value: int, name: str, lowest: int = 0) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise InvalidInput(f"{name} is {value!r}; allowed are whole numbers from {lowest}.")
-    return value

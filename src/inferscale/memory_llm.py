@@ -40,6 +40,7 @@ from inferscale.filters import read_filter
 from inferscale.memory import Memory
 from inferscale.offline import Generation, GenerationRequest, OfflineEngine
 from inferscale.plan import Order
+from inferscale.prefetch_keys import prefetch_order
 from inferscale.prompt import DEFAULT_SYSTEM, PromptBuilder
 from inferscale.retrieval import Embedder
 from inferscale.tokenization import load_tokenizer
@@ -92,6 +93,9 @@ class MemoryLLM:
         self._owns_memory = not isinstance(memory, Memory)
         self.memory = memory if isinstance(memory, Memory) else Memory(memory, embedder=embedder)
         self.repair_after_chat = repair_after_chat
+        key_file = self.memory.config.encryption_key_file
+        if connector.encryption_key_file is None and key_file is not None:
+            connector = replace(connector, encryption_key_file=str(Path(key_file).absolute()))
         self.engine = OfflineEngine(model, connector, engine_args)
         self.encoder = Encoder(
             self.memory.catalog,
@@ -160,7 +164,7 @@ class MemoryLLM:
                 self._forget(facts.keys, facts.epochs)
             if facts:
                 with _only_logged("Encoding new facts"):
-                    self.runner.encode_new(facts[0].scope, progress)
+                    self.runner.encode_new(facts[0].scope, progress, {fact.id for fact in facts})
         return facts
 
     def search(
@@ -193,7 +197,7 @@ class MemoryLLM:
             update = self.memory.set_block(name, text, user_id=user_id, agent_id=agent_id, run_id=run_id)
             self._forget(update.keys, update.epochs)
             with _only_logged("Encoding a core block"):
-                self.runner.encode_new(update.fact.scope)
+                self.runner.encode_new(update.fact.scope, only={update.fact.id})
         return update.fact
 
     def get_blocks(
@@ -254,6 +258,21 @@ class MemoryLLM:
             self.memory.get_all(user_id=user_id, agent_id=agent_id, run_id=run_id, limit=1)
         with self._lock:
             return self.runner.warm(scope, progress)
+
+    def prefetch(
+        self, *, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
+    ) -> int:
+        """Load the KV of the scope's core blocks and newest facts from host memory or disk into the pool; how
+        many came.
+
+        For when a user is about to ask: a chat loads what it needs by itself. At most 200 facts, and at most
+        a quarter of the pool; 0 without lower tiers (`ConnectorConfig`), for a scope without facts, and where
+        all is in the pool. Returns when it is done. Raises InvalidInput for ids that cannot be, EngineError.
+        """
+        scope = read_scope(user_id, agent_id, run_id)
+        with self._lock:
+            order = prefetch_order(self.encoder, self.engine.residency, scope, with_newest=True)
+            return 0 if order is None else int(self.engine.order(order)["resident"])
 
     # chat -------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from inferscale.engine_budget import find_gpus, free_cpu_bytes, within_budget
 from inferscale.errors import EngineError, EngineMissing, InvalidConfig, InvalidInput
 from inferscale.model_size import model_size
 from inferscale.plan import WIRE_KEY, Order, Plan, salt_of, to_wire
+from inferscale.row_size import RowShape
 from inferscale.runtime.folder_lock import remove_runtime_dir
 from inferscale.runtime.refusal import forget_refusal, read_refusal
 from inferscale.runtime.residency import ResidencyClient
@@ -52,7 +53,7 @@ class Generation:
     ttft_s: from the start of its submission (signing the plan and vLLM's input processing are part
     of it) to its first token. outcome: the connector's account of the
     plan, see `SchedulerSide.finish`; None without a plan. num_cached_tokens: prompt tokens that the
-    engine did not compute, injected ones included.
+    engine did not compute, injected ones included. logprobs: where `sampling` asked for them, in vLLM's form.
     """
 
     text: str
@@ -62,6 +63,7 @@ class Generation:
     num_cached_tokens: int
     outcome: dict[str, Any] | None
     finish_reason: str | None
+    logprobs: Any = None
 
 
 class Finished(NamedTuple):
@@ -294,10 +296,12 @@ class OfflineEngine:
         config = self._llm_engine().vllm_config
         model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
         heads, layers = model.get_num_kv_heads(parallel), model.get_num_layers(parallel)
-        token_bytes = 2 * layers * heads * model.get_head_size() * model.dtype.itemsize
+        shape = RowShape(((heads, model.get_head_size()),) * layers)
+        token_bytes = shape.row_bytes("auto", model.dtype.itemsize)
+        row_bytes = shape.row_bytes(self.connector.pool_dtype, model.dtype.itemsize)
         cache_tokens = int(cache.num_gpu_blocks or 0) * int(cache.block_size)
         page_size = self.connector.page_size_tokens
-        pool_tokens = self.connector.size_bytes // (page_size * token_bytes) * page_size
+        pool_tokens = self.connector.size_bytes // (page_size * row_bytes) * page_size
         size = model_size(self._model, self._engine_args)
         gpus = find_gpus(parallel.tensor_parallel_size)
         return MemoryBudget(
@@ -305,7 +309,7 @@ class OfflineEngine:
             model_bytes=None if size is None else size.weight_bytes,
             cache_bytes=cache_tokens * token_bytes,
             cache_tokens=cache_tokens,
-            pool_bytes=pool_tokens * token_bytes,
+            pool_bytes=pool_tokens * row_bytes,
             pool_tokens=pool_tokens,
             page_size_tokens=page_size,
             free_bytes=min(gpu.free_bytes for gpu in gpus) if gpus else free_cpu_bytes(),
@@ -390,4 +394,5 @@ def _generation(output: Any, ttft_s: float, total_s: float) -> Generation:
         num_cached_tokens=output.num_cached_tokens or 0,
         outcome=params.get(WIRE_KEY),
         finish_reason=completion.finish_reason,
+        logprobs=completion.logprobs,
     )

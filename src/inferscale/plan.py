@@ -26,7 +26,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, cast, get_args, overload
 
 from inferscale.errors import PlanRejected
 
@@ -37,7 +37,8 @@ ENCODER_VERSION = 1
 
 SegmentKind = Literal["text", "fact", "turn"]
 SaltKind = Literal["inject", "encode", "text"]
-OrderOp = Literal["forget", "stats"]
+OrderOp = Literal["forget", "stats", "prefetch"]
+_ORDER_OPS: tuple[str, ...] = get_args(OrderOp)
 
 _LETTER_OF: dict[SegmentKind, str] = {"text": "x", "fact": "f", "turn": "t"}
 _KIND_OF: dict[str, SegmentKind] = {letter: kind for kind, letter in _LETTER_OF.items()}
@@ -132,7 +133,9 @@ class Order:
     """Something the connector does in step with execution.
 
     forget: drop `keys`, and from now on reject plans of a scope digest in `epochs` that are older
-    than its epoch. stats: return counters. The answer comes back in `kv_transfer_params`.
+    than its epoch. stats: return counters. prefetch: load those of `keys` that lie below the pool, in their
+    order; nothing where one of `epochs` is older than what the connector was told. The first of these scopes
+    is whose share of the pool is taken. The answer comes back in `kv_transfer_params`.
     """
 
     op: OrderOp
@@ -308,8 +311,8 @@ def _read_order(order: Any) -> Order:
     op, keys, epochs = order
     if not {str}.issuperset(map(type, keys)):
         raise ValueError("a key of the order is no text")
-    if op not in ("forget", "stats"):
-        raise ValueError(f"order {op!r} is unknown; known are 'forget' and 'stats'")
+    if op not in _ORDER_OPS:
+        raise ValueError(f"order {op!r} is unknown; known are {', '.join(_ORDER_OPS)}")
     return Order(cast(OrderOp, op), tuple(keys), tuple((str(s), int(e)) for s, e in epochs))
 
 

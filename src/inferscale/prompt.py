@@ -156,6 +156,10 @@ class PromptBuilder:
         """Token ids of a fact's line, without control tokens; the same in every prompt."""
         return self._line_ids(fact.text, fact.speaker, fact.said_at)
 
+    def data_ids(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text as it is, without control tokens."""
+        return self._encoder.data(text)
+
     def _tokenized_line(self, text: str, speaker: str | None, said_at: str | None) -> tuple[int, ...]:
         return self._encoder.data(_line(text, speaker, said_at))
 

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from inferscale.dates import read_time
+from inferscale.dates import is_time, read_time
 from inferscale.errors import EmptyText, InvalidInput
-from inferscale.facts import Scope, Turn
+from inferscale.facts import KEEP, Fact, Keep, Scope, Turn
 
 Content = str | Turn | Mapping[str, Any]
 """One thing to remember: text, a turn, or a chat message: `role`, `content`, optional `name` and `time`."""
@@ -30,7 +30,6 @@ MAX_METADATA_LEVELS = 50
 """Dicts and lists in each other: whoever writes them down or compares them goes down as deep."""
 
 _BLOCK_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-_MAX_TIME = 1e12
 _SPOKEN_ROLES = ("user", "assistant")
 _SILENT_ROLES = ("system", "developer", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text")
@@ -79,6 +78,13 @@ def read_query(query: str) -> str:
     return _spoken(query, "the query", told="")
 
 
+def read_count(value: int, name: str, lowest: int = 0) -> int:
+    """A whole number from `lowest` on. Raises InvalidInput."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise InvalidInput(f"{name} is {value!r}; allowed are whole numbers from {lowest}.")
+    return value
+
+
 def read_block_name(name: object) -> str:
     """Check the name of a core block. Raises InvalidInput."""
     if not isinstance(name, str) or _BLOCK_NAME.fullmatch(name) is None:
@@ -95,7 +101,7 @@ def read_expiry(value: object) -> float | None:
     if value is None:
         return None
     found = read_time(value) if isinstance(value, str) else value
-    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < _MAX_TIME:
+    if not is_time(found):
         shown = repr(value[:80]) if isinstance(value, str) else f"{value!r:.80}"
         raise InvalidInput(
             f"expires_at is {shown}, which names no time; give seconds since 1970 or a date such as "
@@ -162,6 +168,30 @@ def read_turns(
             roles,
         )
     return turns
+
+
+def read_change(
+    fact: Fact,
+    text: str | None,
+    speaker: str | Keep | None,
+    said_at: str | Keep | None,
+    metadata: Mapping[str, Any] | None,
+) -> Turn:
+    """What a fact says after an update. Only what is given is checked and cleaned: the rest was before."""
+    [given] = read_turns(
+        Turn(
+            "unchanged" if text is None else text,
+            None if speaker is KEEP else speaker,
+            None if said_at is KEEP else said_at,
+            {} if metadata is None else metadata,  # type: ignore[arg-type]  # checked there
+        )
+    )
+    return Turn(
+        fact.text if text is None else given.text,
+        fact.speaker if speaker is KEEP else given.speaker,
+        fact.said_at if said_at is KEEP else given.said_at,
+        fact.metadata if metadata is None else given.metadata,
+    )
 
 
 def from_assistant(content: Content | Sequence[Content]) -> list[bool]:

@@ -264,7 +264,7 @@ def test_a_memory_that_was_given_stays_open(tmp_path: Path) -> None:
 def test_async_verbs_do_the_same(tmp_path: Path) -> None:
     async def talk() -> None:
         async with AsyncMemory(MemoryConfig(tmp_path)) as mem0:
-            mem0.memory._embedder = WordEmbedder()
+            mem0.memory._search._embedder = WordEmbedder()
             [added] = (await mem0.add("tea", user_id="ida", infer=False))["results"]
             await mem0.update(added["id"], text="green tea")
             found = await mem0.search("green tea", filters={"user_id": "ida"})

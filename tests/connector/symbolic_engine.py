@@ -143,7 +143,7 @@ class SymbolicWorker:
     def save(self, saves: list[Save], report: StepReport) -> None:
         for save in saves:
             if report.failed_captures or self.failing_saves:
-                self.answers.not_saved.append(save.key)
+                self.answers.not_saved += save.answers()
                 continue
             symbols = [self.pool[row] for row in rows_of(save.packed_rows)]
             assert [symbol.position for symbol in symbols] == list(
@@ -151,7 +151,7 @@ class SymbolicWorker:
             )
             for tier in save.tiers:
                 self.lower[tier, save.key] = (symbols, save.origin)
-            self.answers.saved.append(save.key)
+            self.answers.saved += save.answers()
 
     def finish_loads(self) -> None:
         for item in self.coming:

@@ -12,11 +12,12 @@ from symbolic_engine import PAGE_SIZE, TOKEN_BYTES, SymbolicEngine, key_of
 
 from inferscale.config import ConnectorConfig
 from inferscale.connector import tiering as tiering_module
-from inferscale.connector.tiering import open_tiering
+from inferscale.connector.tiering import Tiering, open_tiering
 from inferscale.errors import InvalidConfig
-from inferscale.plan import Order
+from inferscale.plan import Order, Plan, Span
 from inferscale.pool.disk import DiskStore
 from inferscale.pool.table import PageTable
+from inferscale.pool.tiers import Tier, TierAnswers
 
 Make = Callable[..., SymbolicEngine]
 
@@ -103,6 +104,46 @@ def test_nobody_waits_for_ever(engine: SymbolicEngine, monkeypatch: pytest.Monke
     assert chat(engine, "chat", FACTS[0])["injected_tokens"] == 0
     engine.add("filler", [5] * 20, max_tokens=30)
     engine.run()
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("wait", ["auto", "never", "always"])
+def test_who_would_be_prefilled_sooner_does_not_wait(
+    make_engine: Make, wait: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its segments come all the same, for the next one."""
+    engine = make_engine(pool_pages=9, host_size_bytes=64 * KIB, tier_wait=wait)
+    remember(engine, *FACTS[:6])
+    assert engine.side.tiering is not None
+    monkeypatch.setattr(engine.side.tiering.pace, "is_worth_waiting", lambda *_: False)
+    outcome = chat(engine, "first", FACTS[0])
+    assert outcome["injected_tokens"] == (12 if wait == "always" else 0)
+    assert stats(engine)["tier_waits_refused"] == (0 if wait == "always" else 1)
+    assert stats(engine)["host_hits"] == 1
+    assert is_resident(engine, FACTS[0])
+    assert chat(engine, "second", FACTS[0], FACTS[1])["injected_tokens"] == (24 if wait == "always" else 12)
+    engine.check_idle()
+
+
+def test_waits_are_measured_by_tier(engine: SymbolicEngine) -> None:
+    remember(engine, *FACTS[:6])
+    assert engine.side.tiering is not None
+    assert engine.side.tiering.pace.load_bytes_per_s("host") is None
+    chat(engine, "chat", FACTS[0], FACTS[1])
+    assert (engine.side.tiering.pace.load_bytes_per_s("host") or 0) > 0
+    assert engine.side.tiering.pace.load_bytes_per_s("disk") is None
+
+
+def test_a_share_of_the_pool_is_kept_for_others(make_engine: Make) -> None:
+    """Facts of one scope push out its own, not those of another that came before."""
+    engine = make_engine(pool_pages=9)
+    for number, fact in enumerate(FACTS[:6]):
+        captures = (Span(key_of(fact), 1, 13),)
+        plan = Plan(engine.side.model, "bob" if number else "ana", captures=captures, id=str(number))
+        engine.add(f"encode {number}", [3, *fact], plan)
+        engine.run()
+    assert is_resident(engine, FACTS[0])
+    assert [is_resident(engine, fact) for fact in FACTS[1:6]] == [False, False, False, True, True]
     engine.check_idle()
 
 
@@ -234,6 +275,50 @@ def test_a_copy_that_made_room_while_it_came_does_not_stay(make_engine: Make, tm
     assert tiering is not None
     in_host = {key for tier, key in engine.worker.lower if tier == "host"}
     assert in_host == set(tiering.tiers[0].all_keys())
+    engine.check_idle()
+
+
+def test_what_makes_room_in_the_same_step_is_not_saved(engine: SymbolicEngine) -> None:
+    """Drops come before saves: a copy that is dropped and saved in one step would stay for ever."""
+    tiering = engine.side.tiering
+    assert tiering is not None
+    tiering.tiers[0].capacity_bytes = 2 * 12 * TOKEN_BYTES
+    engine.encode("three", [3, *FACTS[0], *FACTS[1], *FACTS[2]], (1, 13), (13, 25), (25, 37))
+    engine.encode("one", [3, *FACTS[3]], (1, 13))
+    engine.run()
+    engine.add("filler", [5] * 20)
+    engine.run()
+    assert {key for _, key in engine.worker.lower} == set(tiering.tiers[0].all_keys())
+    assert engine.worker.lower
+    engine.check_idle()
+
+
+def test_a_saved_copy_is_ready_when_its_own_order_is_answered() -> None:
+    """A segment that is saved, pushed out and saved again is not there yet when the first save is done."""
+    table = PageTable(8, PAGE_SIZE)
+    tiering = Tiering(table, [Tier("host", 64, max_share=1.0)], lambda _, tokens: 16 * tokens, 1)
+    entry = table.reserve("a", 4)
+    assert entry is not None
+    tiering.save(entry, 0, "x")
+    first = tiering.take_orders()
+    tiering.forget(["a"])
+    tiering.save(entry, 0, "x")
+    second = tiering.take_orders()
+    assert first is not None
+    assert second is not None
+    tiering.complete(TierAnswers(saved=first.saves[0].answers()))
+    assert tiering.find("a") is None
+    tiering.complete(TierAnswers(saved=second.saves[0].answers()))
+    assert tiering.find("a") is not None
+
+
+@pytest.mark.parametrize("order", [(2, 3, 0, 1), (0, 1, 2, 3), (1, 0, 4, 2, 3)], ids=str)
+def test_a_prompt_larger_than_the_pool_has_its_beginning_injected(
+    engine: SymbolicEngine, order: tuple[int, ...]
+) -> None:
+    """What is loaded for a prompt does not push out what stands before it in the same prompt."""
+    remember(engine, *FACTS[4:6], *FACTS[:4])  # the pool holds the last three
+    assert chat(engine, "chat", *(FACTS[n] for n in order))["injected_tokens"] == 36
     engine.check_idle()
 
 

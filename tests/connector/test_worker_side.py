@@ -260,7 +260,7 @@ def test_the_compiled_path_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[int] = []
 
     def fake_compile(gather: Any, pool: torch.Tensor, half: int) -> Any:
-        assert pool.shape[1:] == (1, 2, HEADS, DIM)
+        assert pool.shape[1:] == (2 * HEADS * DIM,)
         assert half == DIM // 2
         return lambda *args: used.append(len(args[1])) or gather(*args)
 

@@ -10,12 +10,15 @@ import pytest
 
 from harness.engine import EngineCache
 from harness.mixes import Author, Part, Stored
+from inferscale.encryption import EncryptionKey
 from inferscale.plan import Order
+from inferscale.pool.sealing import Sealing
 from inferscale.windows import sliding, window
 
 pytestmark = pytest.mark.engine
 
 PAGE = 16
+SECRET = b"s" * 32
 SMALL = {"block_size": 32, "pool_tokens": 49 * PAGE, "page_size_tokens": PAGE}
 
 
@@ -48,14 +51,21 @@ def test_host_memory_gives_back_the_same(author: Callable[..., Author], model: s
     assert stats["tier_loads_failed"] == stats["internal_errors"] == 0
 
 
+@pytest.mark.parametrize("is_encrypted", [False, True])
 def test_disk_outlives_the_engine_and_damage_costs_a_prefill(
     author: Callable[..., Author],
     engine: EngineCache,
     checkpoint: Callable[[str], Path],
     model: str,
     tmp_path: Path,
+    is_encrypted: bool,
 ) -> None:
-    options = {**SMALL, "disk": str(tmp_path)}
+    options = {**SMALL, "disk": str(tmp_path / "kv")}
+    if is_encrypted:
+        key_file = tmp_path / "key"
+        key_file.touch(0o600)
+        key_file.write_text(SECRET.hex())
+        options["key_file"] = str(key_file)
     a = author(model, **options)
     facts = a.store_facts([40] * 6, window(2))
     keys = [fact.key for fact in facts]
@@ -72,7 +82,8 @@ def test_disk_outlives_the_engine_and_damage_costs_a_prefill(
     assert a.engine.stats()["disk_hits"] == 6
 
     push_out(a, facts)
-    [damaged] = tmp_path.rglob(keys[2])
+    names = [Sealing(EncryptionKey(SECRET)).name_of(key) for key in keys] if is_encrypted else keys
+    [damaged] = tmp_path.rglob(names[2])
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 1
     damaged.write_bytes(data)
@@ -85,5 +96,5 @@ def test_disk_outlives_the_engine_and_damage_costs_a_prefill(
 
     a.engine.ask([1], a.engine.plan(order=Order("forget", tuple(keys))))
     a.engine.close()
-    assert [path for key in keys for path in tmp_path.rglob(key)] == []
+    assert [path for name in [*keys, *names] for path in tmp_path.rglob(name)] == []
     assert list(tmp_path.rglob("*/rank-0/*/*"))  # what others said is there

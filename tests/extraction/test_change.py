@@ -71,7 +71,7 @@ def test_a_fact_is_added_with_its_speaker(tmp_path: Path) -> None:
 def test_a_contradiction_supersedes(tmp_path: Path) -> None:
     memory = open_memory(tmp_path, extraction=FakeModel(saying, [decision("UPDATE", 1, reason="She moved.")]))
     [old] = tell(memory, OSLO)
-    memory.catalog.record_pass("model", old.scope, [], [old.id], ["key"])
+    memory.catalog.passes.record("model", old.scope, [], [old.id], ["key"])
     added = tell(memory, BERGEN)
     [new] = added
     assert added.events == (ChangeEvent("UPDATE", new.id, BERGEN, OSLO, "She moved.", old.id),)
@@ -254,6 +254,42 @@ def test_a_quota_holds_for_extracted_facts(tmp_path: Path) -> None:
         tell(memory, "Walnuts make him sneeze")
     assert [event.event for event in tell(memory, BERGEN).events] == ["UPDATE"]
     assert texts(memory) == [BERGEN]
+
+
+def test_what_was_stored_before_a_refusal_is_told(tmp_path: Path) -> None:
+    """A fact that ended has keys that the engine must forget, although a later fact is refused."""
+    config = MemoryConfig(tmp_path, max_facts_per_user=1)
+    walnuts = "Walnuts make him sneeze."
+    model = FakeModel(
+        [facts((1, OSLO)), facts((1, BERGEN), (1, walnuts))], [decision("UPDATE", 1), decision("ADD")]
+    )
+    memory = Memory(config, embedder=WordEmbedder(), extraction=model)
+    [oslo] = tell(memory, OSLO)
+    memory.catalog.passes.record("m", Scope(user_id="ana"), [], [oslo.id], ["key"])
+    added = tell(memory, "Much has changed.")
+    assert texts(memory) == [BERGEN]
+    assert added.keys == ("key",)
+    assert added.epochs
+    assert added.warning is not None
+    assert added.warning.startswith("1 of 2 facts were not stored: this user would hold 2 facts")
+
+
+@pytest.mark.parametrize(("said_until", "lasts_until"), [(None, None), (5e9, 5e9), (3e9, 4e9)])
+def test_a_fact_that_is_said_again_lasts_as_long_as_either(
+    tmp_path: Path, said_until: float | None, lasts_until: float | None
+) -> None:
+    memory = open_memory(tmp_path, extraction=FakeModel(saying))
+    [fact] = memory.add(OSLO, user_id="ana", expires_at=4e9)
+    added = memory.add(OSLO, user_id="ana", expires_at=said_until, infer=True)
+    assert [event.event for event in added.events] == ["NONE"]
+    assert memory.get(fact.id).expires_at == lasts_until
+
+
+def test_a_turn_that_is_kept_again_lasts_as_long_as_either(tmp_path: Path) -> None:
+    memory = open_memory(tmp_path, extraction=FakeModel([ExtractionError("no")]))
+    [fact] = memory.add(OSLO, user_id="ana", expires_at=4e9)
+    assert memory.add(OSLO, user_id="ana", infer=True) == []
+    assert memory.get(fact.id).expires_at is None
 
 
 # at the same time ---------------------------------------------------------------------------------

@@ -111,6 +111,12 @@ BAD: list[Any] = [
     {"facts": [{"text": MOVED}]},
     facts((1, "Ana moved to Oslo on 6 May 2024.")),
     {"facts": [{"line": 1, "text": MOVED}] * 200},
+    {"facts": [{"line": 1, "text": MOVED, "weight": float("nan")}]},
+    {"facts": [{"line": 1, "text": MOVED, "half": "\ud800"}]},
+    {"facts": [{"line": 1, "text": MOVED, "more": "x" * 2001}]},
+    ["no object"],
+    ValueError("of a model that is not ours: Oslo"),
+    RecursionError(),
 ]
 
 
@@ -160,3 +166,8 @@ def test_a_schema_can_ask_for_more() -> None:
     prompts = Prompts(extraction="Find facts.", extraction_schema=lambda lines: {"properties": {"of": lines}})
     found = extract(model, ANA, prompts=prompts)
     assert found.facts[0].metadata == {"chat": 1, "topic": "home"}
+
+
+def test_metadata_of_the_caller_are_not_the_models_to_change() -> None:
+    model = FakeModel([{"facts": [{"line": 1, "text": MOVED, "chat": 9}], "nothing": False}])
+    assert extract(model, ANA).facts[0].metadata == {"chat": 1}

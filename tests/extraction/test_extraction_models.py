@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +75,31 @@ def test_a_server_without_schemas_is_shown_the_schema() -> None:
     assert ["response_format" in body for _, _, body in seen] == [True, False, False]
     assert seen[1][2]["messages"] == with_schema(MESSAGES, SCHEMA)
     assert json.dumps(SCHEMA) in seen[1][2]["messages"][1]["content"]
+
+
+def test_an_answer_without_an_end_is_given_up() -> None:
+    pieces = 0
+
+    def drip() -> Iterator[bytes]:
+        nonlocal pieces
+        while True:
+            pieces += 1
+            yield b" " * 2**16
+
+    model, _ = over_http(lambda body: httpx.Response(200, content=drip()))
+    with pytest.raises(ExtractionError, match="too slowly or too much"):
+        model.complete(MESSAGES, SCHEMA, 9)
+    assert pieces < 20
+
+
+def test_a_slow_answer_is_given_up() -> None:
+    def handle(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=iter([b"{", b"}"]))
+
+    client = httpx.Client(transport=httpx.MockTransport(handle))
+    model = OpenAIModel("http://there/v1", "m", timeout_s=-1.0, http_client=client)
+    with pytest.raises(ExtractionError, match="too slowly"):
+        model.complete(MESSAGES, SCHEMA, 9)
 
 
 def test_a_server_that_refuses_everything_is_asked_with_a_schema_again() -> None:

@@ -145,3 +145,9 @@ def test_resolving_twice_adds_nothing_and_takes_nothing(text: str, day: date) ->
 def test_dates_of_2023_stay_2023(day: date, word: str) -> None:
     shift = {"yesterday": -1, "tomorrow": 1, "today": 0}[word]
     assert resolve(word, day).endswith(f"{(day + timedelta(shift)).day} {day + timedelta(shift):%B} 2023)")
+
+
+@pytest.mark.parametrize("part", ["in two days I today ", "today ( ", "in " + " " * 50])
+def test_a_long_text_takes_no_more_than_its_length(part: str) -> None:
+    """With what is looked at beside each word unbounded, this takes minutes."""
+    resolve(part * (300_000 // len(part)), date(2023, 5, 7))

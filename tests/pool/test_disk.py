@@ -97,6 +97,33 @@ def test_a_scan_removes_what_is_no_segment(tmp_path: Path) -> None:
     assert [path.name for path in part.iterdir()] == [KEY]
 
 
+def test_a_scan_passes_over_what_it_cannot_use(tmp_path: Path) -> None:
+    """A start must not fail for what somebody put there, and reads nothing through a link."""
+    store = make(tmp_path)
+    write(store)
+    outside = tmp_path / "outside"
+    outside.write_bytes(store.path_of(KEY).read_bytes())
+    part = store.path_of(KEY).parent
+    (part / (KEY[:2] + "link")).symlink_to(outside)
+    (part / (KEY[:2] + "dangling")).symlink_to(tmp_path / "nowhere")
+    (part / os.fsdecode(KEY[:2].encode() + b"\xff")).write_bytes(outside.read_bytes())
+    (part / "elsewhere").write_bytes(outside.read_bytes())
+    (part / (KEY[:2] + "folder")).mkdir()
+    os.mkfifo(part / (KEY[:2] + "pipe"))
+    (store.folder / "zz").symlink_to(part)
+    (store.folder / "file").write_bytes(b"x")
+    assert [found.key for found in store.scan()] == [KEY]
+    assert outside.exists()
+    assert sorted(path.name for path in part.iterdir()) == sorted([KEY, KEY[:2] + "folder"])
+
+
+def test_a_file_that_cannot_be_removed_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = make(tmp_path)
+    store.path_of(KEY).mkdir(parents=True)
+    store.remove(KEY)
+    assert "cannot be removed" in caplog.text
+
+
 def test_removing_what_is_not_there_is_nothing(tmp_path: Path) -> None:
     store = make(tmp_path)
     write(store)

@@ -9,12 +9,15 @@ import numpy as np
 import pytest
 import torch
 
+from inferscale.config import PoolDtype
 from inferscale.pool import lower as lower_module
 from inferscale.pool.disk import DiskStore, format_name
 from inferscale.pool.lower import LowerTiers
 from inferscale.pool.moves import Int32Array
-from inferscale.pool.slab import RowShape, Slab
-from inferscale.pool.tiers import Drop, Load, Save, TierAnswers
+from inferscale.pool.row_format import RowFormat
+from inferscale.pool.slab import Slab
+from inferscale.pool.tiers import Drop, Load, Save, TierAnswers, TierName
+from inferscale.row_size import RowShape
 
 KEY, OTHER = "ab" * 16, "cd" * 16
 BOTH = ("host", "disk")
@@ -23,14 +26,21 @@ ELSEWHERE = np.array([20, 1, 2, 3], dtype=np.int32)
 
 
 class Worker:
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        self.slab = Slab(8, 4, RowShape(((1, 4), (2, 4))), dtype, torch.device("cpu"))
-        row_bytes = self.slab.shape.num_elements * self.slab.data.element_size()
+    def __init__(
+        self,
+        folder: Path,
+        dtype: torch.dtype = torch.bfloat16,
+        pool_dtype: PoolDtype = "auto",
+        device: str = "cpu",
+    ) -> None:
+        row_format = RowFormat(RowShape(((1, 4), (2, 4))), dtype, pool_dtype)
+        self.slab = Slab(8, 4, row_format, torch.device(device))
+        row_bytes = row_format.row_bytes
         self.store = DiskStore(folder, format_name("m", row_bytes, 1), 0, row_bytes)
         self.store.open()
         self.noted: list[tuple[list[int], list[int]]] = []
         self.lower = LowerTiers(self.slab, self.store, self.note)
-        self.slab.data.copy_(torch.randn(self.slab.data.shape).to(dtype))
+        self.slab.data.copy_(torch.randint(1, 100, self.slab.data.shape))
 
     def note(self, rows: Int32Array, positions: Int32Array) -> None:
         self.noted.append((rows.tolist(), positions.tolist()))
@@ -50,13 +60,26 @@ def worker(tmp_path: Path) -> Worker:
     return Worker(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "pool_dtype"),
+    [
+        (torch.bfloat16, "auto"),
+        (torch.float16, "auto"),
+        (torch.float32, "auto"),
+        (torch.bfloat16, "int8"),
+        (torch.bfloat16, "fp8"),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("source", BOTH)
-def test_a_segment_comes_back_bit_by_bit(tmp_path: Path, dtype: torch.dtype, source: str) -> None:
-    worker = Worker(tmp_path, dtype)
+def test_a_segment_comes_back_bit_by_bit(
+    tmp_path: Path, dtype: torch.dtype, pool_dtype: PoolDtype, source: str
+) -> None:
+    worker = Worker(tmp_path, dtype, pool_dtype)
     saved = worker.slab.data[torch.from_numpy(ROWS).long()].clone()
-    worker.lower.save([Save(KEY, ROWS.tobytes(), 40, BOTH)])  # type: ignore[arg-type]
-    assert worker.answers() == TierAnswers(saved=[KEY])
+    save = Save(KEY, ROWS.tobytes(), 40, BOTH, 3)  # type: ignore[arg-type]
+    worker.lower.save([save])
+    assert worker.answers() == TierAnswers(saved=save.answers())
     worker.slab.data.zero_()
     worker.lower.load([Load(KEY, ELSEWHERE.tobytes(), source)])  # type: ignore[arg-type]
     assert worker.answers() == TierAnswers(loaded=[KEY])
@@ -112,19 +135,54 @@ def test_a_load_from_disk_may_stay_in_host_memory(worker: Worker) -> None:
     assert worker.answers() == TierAnswers(loaded=[KEY])
 
 
-def test_a_full_disk_costs_the_copy_only(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_its_own_copy_only(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(worker.store, "write", full)
-    worker.lower.save([Save(KEY, ROWS.tobytes(), 0, BOTH)])
-    assert worker.answers() == TierAnswers(not_saved=[KEY])
+    save = Save(KEY, ROWS.tobytes(), 0, BOTH)
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.store, "write", full)
+        for _ in range(3):
+            worker.lower.save([save])
+            host, disk = save.answers()
+            assert worker.answers() == TierAnswers(saved=[host], not_saved=[disk])
     assert worker.lower._pending_bytes == 0
+    assert caplog.text.count("not kept on disk") == 1
+    worker.lower.load([Load(KEY, ELSEWHERE.tobytes(), "host")])
+    assert worker.answers() == TierAnswers(loaded=[KEY])
+    worker.lower.save([save])
+    assert worker.answers() == TierAnswers(saved=save.answers())
 
 
 def test_more_than_the_disk_takes_is_not_kept_waiting(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lower_module, "_MAX_PENDING_BYTES", 10)
+    save = Save(KEY, ROWS.tobytes(), 0, BOTH)
+    worker.lower.save([save])
+    assert worker.answers() == TierAnswers(not_saved=save.answers())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("source", BOTH)
+def test_a_load_comes_behind_what_the_stream_of_the_engine_does(tmp_path: Path, source: TierName) -> None:
+    """vLLM's stream is not the default one, and threads that read files have streams of their own."""
+    worker = Worker(tmp_path, device="cuda")
+    rows = torch.from_numpy(ELSEWHERE).long().cuda()
+    saved = worker.slab.data[torch.from_numpy(ROWS).long().cuda()].clone()
     worker.lower.save([Save(KEY, ROWS.tobytes(), 0, BOTH)])
-    assert worker.answers() == TierAnswers(not_saved=[KEY])
+    worker.answers()
+    for _ in range(4):  # both readers, so that memory is there: to allocate some waits for the device
+        worker.lower.load([Load(KEY, ELSEWHERE.tobytes(), source)])
+        worker.answers()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(2_000_000_000)  # about a second, in which the pages are still to be zeroed
+        worker.slab.data.index_fill_(0, rows, 0)
+        worker.lower.load([Load(KEY, ELSEWHERE.tobytes(), source)])
+        assert worker.answers() == TierAnswers(loaded=[KEY])
+    torch.cuda.synchronize()
+    assert torch.equal(worker.slab.data[rows], saved)
+    worker.lower.close()

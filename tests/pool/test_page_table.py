@@ -13,14 +13,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from inferscale.pool.table import Entry, PageTable
 
 NUM_PAGES, PAGE = 7, 4
+SHARE = 0.5
 KEYS = [f"k{i}" for i in range(6)]
 
 
 class Model:
     """One segment of the model: what the table's entry must look like."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, owner: str) -> None:
         self.num_tokens = num_tokens
+        self.owner = owner
         self.num_pages = -(-num_tokens // PAGE)
         self.is_resident = False
         self.is_dropped = False
@@ -35,7 +37,7 @@ class PageTableMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.table = PageTable(NUM_PAGES, PAGE)
+        self.table = PageTable(NUM_PAGES, PAGE, SHARE)
         self.model: dict[str, Model] = {}
         self.freed: list[int] = []
         self.num_evicted = 0
@@ -46,8 +48,10 @@ class PageTableMachine(RuleBasedStateMachine):
     def forget(self, key: str) -> None:
         self.freed.append(self.model.pop(key).num_pages)
 
-    @rule(key=st.sampled_from(KEYS), num_tokens=st.integers(1, NUM_PAGES * PAGE + 5))
-    def reserve(self, key: str, num_tokens: int) -> None:
+    @rule(
+        key=st.sampled_from(KEYS), num_tokens=st.integers(1, NUM_PAGES * PAGE + 5), owner=st.sampled_from("xy")
+    )
+    def reserve(self, key: str, num_tokens: int, owner: str) -> None:
         if key in self.model:
             assert self.table.holds(key)
             return
@@ -56,17 +60,25 @@ class PageTableMachine(RuleBasedStateMachine):
         fits = needed <= self.free_pages() + evictable
         before = {key: held(self.table, key).pages.tolist() for key in self.model}
         assert self.table.can_reserve(num_tokens) == fits
-        entry = self.table.reserve(key, num_tokens)
+        entry = self.table.reserve(key, num_tokens, owner=owner)
         if not fits:
             assert entry is None
             assert before == {key: held(self.table, key).pages.tolist() for key in self.model}
             return
         assert entry is not None
+        own = [entry for entry in self.model.values() if entry.owner == owner]
+        is_greedy = sum(entry.num_pages for entry in own) + needed > SHARE * NUM_PAGES and (
+            self.free_pages() + sum(entry.num_pages for entry in own if entry.is_evictable) >= needed
+        )
         while self.free_pages() < needed:
-            victim = next(key for key, entry in self.model.items() if entry.is_evictable)
+            victim = next(
+                key
+                for key, entry in self.model.items()
+                if entry.is_evictable and (not is_greedy or entry.owner == owner)
+            )
             self.forget(victim)
             self.num_evicted += 1
-        self.model[key] = Model(num_tokens)
+        self.model[key] = Model(num_tokens, owner)
         assert (entry.num_tokens, entry.num_pages, len(entry.pages)) == (num_tokens, needed, needed)
 
     @rule(key=st.sampled_from(KEYS))
@@ -154,6 +166,30 @@ def test_the_least_recently_used_goes_first() -> None:
     resident(table, "e", 8)
     assert [table.holds(key) for key in "abde"] == [False, False, True, True]
     assert table.num_evicted == 3
+
+
+def test_who_has_its_share_makes_room_of_its_own() -> None:
+    table = PageTable(4, 4, max_share=0.5)
+    for key, owner in ("a", "ana"), ("b", "bob"), ("c", "bob"), ("d", "bob"):  # there was room
+        assert table.reserve(key, 4, owner=owner) is not None
+        table.commit(key)
+    assert table.reserve("e", 4, owner="bob") is not None
+    table.commit("e")
+    assert [key for key in "abcde" if table.holds(key)] == ["a", "c", "d", "e"]
+    assert table.reserve("f", 4, owner="ana") is not None, "the least recently used of all"
+    assert [key for key in "acdef" if table.holds(key)] == ["c", "d", "e", "f"]
+    assert table.reserve("g", 16, owner="bob") is None, "one is being written"
+    assert table.reserve("h", 12, owner="bob") is not None
+    assert [key for key in "cdefh" if table.holds(key)] == ["f", "h"]
+
+
+def test_where_its_own_are_not_enough_others_make_room() -> None:
+    table = PageTable(4, 4, max_share=0.5)
+    for key, owner in ("a", "ana"), ("b", "bob"), ("c", "ana"), ("d", "ana"):
+        table.reserve(key, 4, owner=owner)
+        table.commit(key)
+    assert table.reserve("e", 12, owner="bob") is not None
+    assert [key for key in "abcde" if table.holds(key)] == ["d", "e"]
 
 
 def test_an_entry_being_written_is_never_evicted() -> None:

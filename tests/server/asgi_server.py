@@ -22,7 +22,7 @@ from inferscale.server.gate import Gate
 from inferscale.server.keys import Caller, check_readable
 from inferscale.server.metrics import Metrics
 from inferscale.server.middleware import MemoryMiddleware
-from inferscale.server.service import FactPage, InferredFacts, ShownFact, Stats
+from inferscale.server.results import FactPage, InferredFacts, ShownFact, Stats
 
 HERE = ("127.0.0.1", 40000)
 AWAY = ("192.0.2.7", 40000)

@@ -52,6 +52,14 @@ def test_what_is_read() -> None:
     assert not front_of(state()).is_on_gpu
 
 
+def test_the_key_file_of_the_connector_is_that_of_the_memory() -> None:
+    given = state({"data_dir": "/d"})
+    given.vllm_config.kv_transfer_config.kv_connector_extra_config["encryption_key_file"] = "/k"
+    assert front_of(given).server.memory.encryption_key_file == "/k"
+    assert front_of(state({"encryption_key_file": "/other"})).server.encryption_key_file == "/other"
+    assert front_of(state()).server.encryption_key_file is None
+
+
 @pytest.mark.parametrize(
     ("given", "environment", "keys"),
     [

@@ -22,7 +22,7 @@ from inferscale.server.ask import MemoryAsk
 from inferscale.server.engine import EngineSide
 from inferscale.server.extraction import Extractions, ServerExtraction
 from inferscale.server.keys import Caller
-from inferscale.server.service import InferredFacts, ShownFact
+from inferscale.server.results import InferredFacts, ShownFact
 
 MESSAGES = [{"role": "user", "content": "What?"}]
 SCHEMA = {"type": "object"}

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 from asgi_server import Downstream, FakeServer, ask
 
+from inferscale.chat_plan import ChatTimings, PreparedChat
 from inferscale.errors import EngineError, InvalidInput
-from inferscale.plan import Order, Plan, to_wire
+from inferscale.plan import Order, Plan, Segment, to_wire
+from inferscale.planner import Choice
 from inferscale.server import MemoryMiddleware, chat, middleware
 
 Serve = Callable[..., FakeServer]
@@ -218,6 +220,66 @@ def test_what_is_stored_after_a_whole_answer(server: FakeServer, monkeypatch: py
     server.vllm.answers[CHAT] = (400, JSON, [b"{}"])
     assert server.ask("POST", CHAT, WITH_MEMORY).body == b"{}"
     assert finished == ["ana"], "an error is no answer"
+
+
+STREAM_ERROR = [
+    b'data: {"choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
+    b'data: {"error": {"message": "Internal server error"}}\n\n',
+    b"data: [DONE]\n\n",
+]
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        (500, JSON, [b'{"error": {"message": "x"}}']),
+        (200, {"content-type": "text/event-stream"}, STREAM_ERROR),
+    ],
+    ids=["whole", "stream"],
+)
+def test_a_chat_whose_injection_fails_is_answered_from_text(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, failure: Any
+) -> None:
+    service = server.service
+
+    async def planned(given: Any, caller: Any, body: Any, ask: Any) -> Any:
+        turn = chat.Turn(ask, caller, [])
+        choice: Any = Choice((), (), (), 0)
+        prompt: Any = SimpleNamespace(token_ids=(1, 2))
+        plan = Plan("m", "s", segments=(Segment("k", (1,)),))
+        turn.prepared = PreparedChat(prompt, choice, (), plan, 3, None, ChatTimings())
+        turn.draft = Rewriter()  # type: ignore[assignment]
+        chat._write(given, turn, body)
+        server.vllm.answers[CHAT] = failure
+        return turn
+
+    async def outcome(plan_id: str) -> dict[str, Any]:
+        raise AssertionError("there is no plan any more")
+
+    def salt(caller: Any, scope: Any, epoch: int, caller_salt: str) -> str:
+        server.vllm.answers[CHAT] = (200, JSON, [json.dumps(ANSWER).encode()])  # it is asked as text now
+        return f"text {epoch}"
+
+    monkeypatch.setattr(chat, "begin", planned)
+    service.front.accepts_ids = True  # type: ignore[attr-defined]
+    service.engine = SimpleNamespace(secret=b"s" * 32)  # type: ignore[attr-defined]
+    service.text_salt, service.outcome = salt, outcome  # type: ignore[attr-defined]
+    before = service.metrics.failed_injections._value.get()
+    answer = server.ask("POST", CHAT, WITH_MEMORY)
+    assert answer.json["choices"] == ANSWER["choices"]
+    assert answer.json["memory"]["reason"] == chat._FAILED
+    assert answer.json["memory"]["injected_tokens"] == 0
+    first, second = (json.loads(body) for _, body in server.vllm.seen)
+    assert "inferscale" in first["kv_transfer_params"]
+    assert second["kv_transfer_params"] == {"prompt_token_ids": [1, 2]}
+    assert second["cache_salt"] == "text 3"
+    assert first["messages"] == second["messages"] == [{"role": "user", "content": "hi, with facts"}]
+    assert service.metrics.failed_injections._value.get() == before + 1
+
+
+class Rewriter:
+    def rewritten(self, messages: list[dict[str, Any]], front: Any, tail: Any) -> list[dict[str, Any]]:
+        return [{**message, "content": f"{message['content']}, with facts"} for message in messages]
 
 
 def test_a_chat_of_a_tenant(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

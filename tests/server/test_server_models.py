@@ -14,7 +14,7 @@ from inferscale.errors import InvalidInput
 from inferscale.facts import Fact, HistoryEvent, Scope
 from inferscale.server import models
 from inferscale.server.keys import OPERATOR
-from inferscale.server.service import ShownFact
+from inferscale.server.results import ShownFact
 
 HALF, WHOLE = "a\ud83eb", "a\ufffdb"
 

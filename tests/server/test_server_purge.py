@@ -6,34 +6,19 @@ import asyncio
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from stand_ins import Engine
 
 from fakes import open_memory
-from inferscale.config import ServerConfig
+from inferscale.config import ConnectorConfig, ServerConfig
 from inferscale.encoder import Encoder
 from inferscale.facts import Scope
-from inferscale.plan import Order
 from inferscale.prompt import PromptBuilder
 from inferscale.server.keys import OPERATOR
 from inferscale.server.service import MemoryService
 from inferscale.windows import WindowPolicy
 from test_prompt import CHATML, tokenizer_with
-
-
-class Engine:
-    """Notes orders; runs nothing."""
-
-    model = "m"
-    secret = b"secret"
-
-    def __init__(self) -> None:
-        self.orders: list[Order] = []
-
-    async def order(self, order: Order) -> dict[str, Any]:
-        self.orders.append(order)
-        return {}
 
 
 def test_what_expired_is_deleted_and_forgotten_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,7 +27,12 @@ def test_what_expired_is_deleted_and_forgotten_once(tmp_path: Path, monkeypatch:
     engine = Engine()
     nothing = SimpleNamespace(resident=lambda keys: [False] * len(keys), close=lambda: None)
     front = SimpleNamespace(
-        server=ServerConfig(), max_model_len=4096, block_size=16, is_on_gpu=False, caches_prefixes=False
+        server=ServerConfig(),
+        connector=ConnectorConfig(),
+        max_model_len=4096,
+        block_size=16,
+        is_on_gpu=False,
+        caches_prefixes=False,
     )
 
     async def talk() -> None:
@@ -68,7 +58,7 @@ def test_what_expired_is_deleted_and_forgotten_once(tmp_path: Path, monkeypatch:
             assert memory.catalog.facts_by_ids([goes.id]) == []
             monkeypatch.setattr(time, "time", lambda: now)
         await service.gate.close()
-        service._threads.shutdown()
+        await service._threads.close()
 
     with open_memory(tmp_path) as memory:
         memory.add("Ana likes tea.", user_id="ana")

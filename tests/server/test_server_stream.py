@@ -64,7 +64,13 @@ class Passed(NamedTuple):
 
 
 def passed(
-    parts: Sequence[bytes], *, status: int = 200, kind: str = SSE, store: bool = True, **headers: str
+    parts: Sequence[bytes],
+    *,
+    status: int = 200,
+    kind: str = SSE,
+    store: bool = True,
+    may_retry: bool = False,
+    **headers: str,
 ) -> Passed:
     ask = MemoryAsk(Scope("ana"), 5, "none", 0, store)
     turn = Turn(ask, OPERATOR, [])
@@ -74,7 +80,7 @@ def passed(
         sent.append(message)
 
     async def run() -> AnswerWithMemory:
-        answer = AnswerWithMemory(SERVICE, turn, send)
+        answer = AnswerWithMemory(SERVICE, turn, send, may_retry=may_retry)
         pairs = {"Content-Type": kind, **{name.replace("_", "-"): value for name, value in headers.items()}}
         raw = [(name.encode(), value.encode()) for name, value in pairs.items()]
         await answer({"type": "http.response.start", "status": status, "headers": raw})
@@ -84,6 +90,10 @@ def passed(
         return answer
 
     answer = asyncio.run(run())
+    if answer.wants_retry:
+        assert may_retry
+        assert sent == []
+        return Passed({}, [], answer, turn)
     assert [message["type"] for message in sent] == ["http.response.start"] + ["http.response.body"] * (
         len(sent) - 1
     )
@@ -240,6 +250,44 @@ def test_memory_that_cannot_be_told_does_not_cost_the_answer(
         assert passed([whole], kind="application/json").raw == whole
     assert len(caplog.records) == 2
     assert "the password is plum" not in caplog.records[0].getMessage().replace('RuntimeError("the', "")
+
+
+# what may be asked again ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [[event(FIRST), event(ERROR), DONE], [event(ERROR), DONE], [event(ERROR)]])
+def test_an_error_before_the_first_token_is_kept_back(part: list[bytes]) -> None:
+    whole = b"".join(part)
+    for split in (part, [whole], [bytes([byte]) for byte in whole]):
+        assert passed(split, may_retry=True).answer.wants_retry
+    raw = json.dumps(ERROR).encode()
+    assert passed([raw], status=500, kind="application/json", may_retry=True).answer.wants_retry
+    assert not passed([raw], status=400, kind="application/json", may_retry=True).answer.wants_retry
+
+
+@pytest.mark.parametrize(
+    "begun",
+    [
+        [event(FIRST), event(chunk("Hi"))],
+        [event(chunk("Hi"))],
+        [b": ping\n\n"],
+        [event(chunk("", "stop"))],
+        [event(USAGE)],
+    ],
+)
+def test_an_error_behind_what_went_out_is_told(begun: list[bytes]) -> None:
+    parts = [*begun, event(ERROR), DONE]
+    found = passed(parts, may_retry=True)
+    assert not found.answer.wants_retry
+    assert found.raw == b"".join(parts)
+
+
+def test_a_good_stream_is_the_same_where_it_may_be_asked_again() -> None:
+    chunks = [FIRST, chunk("Hi"), chunk("!"), chunk(None, "stop"), USAGE]
+    for parts in (stream(*chunks), [b"".join(stream(*chunks))], stream(*chunks[:1]), stream(FIRST)[:1]):
+        once, twice = passed(parts), passed(parts, may_retry=True)
+        assert (twice.start, twice.raw) == (once.start, once.raw)
+    assert passed(stream(*chunks), may_retry=True).bodies[0] == event(FIRST) + event(chunk("Hi"))
 
 
 # whole answers ----------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def test_a_dump_of_get_all_comes_in(memory: Memory, tmp_path: Path, form: str, i
     ("change", "message"),
     [
         ({"created_at": "soon"}, "created_at is 'soon'"),
+        ({"created_at": "0001-01-01T00:00:00+14:00"}, "created_at is -6"),
         ({"expiration_date": "soon"}, "expiration_date is 'soon'"),
         ({"metadata": 1}, "metadata is a JSON int"),
         ({"memory": ""}, "its text is blank"),
@@ -105,6 +106,14 @@ def test_a_bad_memory_of_a_dump_is_named(
     file.write_text(json.dumps({"results": [good, {**good, **change}]}), encoding="utf-8")
     with pytest.raises(InvalidInput, match=rf"Item 2 of .*: {message}"):
         import_facts(memory, read_source(str(file)))
+
+
+def test_the_last_day_of_the_calendar_is_for_ever(memory: Memory, tmp_path: Path) -> None:
+    file = tmp_path / "dump.json"
+    record = {"id": "1", "memory": "x", "user_id": "ann", "expiration_date": "9999-12-31"}
+    file.write_text(json.dumps([record]), encoding="utf-8")
+    import_facts(memory, read_source(str(file)))
+    assert memory.get("1").expires_at is None
 
 
 def test_other_collections_are_named(memory: Memory, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -124,7 +126,7 @@ def test_with_history_leaves_what_is_no_longer_so(memory: Memory, other: Memory,
 def test_facts_that_are_there_are_passed_over_without_embedding(memory: Memory, tmp_path: Path) -> None:
     facts = fill(memory)
     file = write(tmp_path / "facts.jsonl", memory)
-    embedder = memory._embedder
+    embedder = memory._search._embedder
     assert isinstance(embedder, WordEmbedder)
     num_texts = embedder.num_texts
     assert import_facts(memory, read_source(file))[:3] == (0, 0, 5)
@@ -142,14 +144,14 @@ def test_an_id_twice_in_one_batch_is_one_fact(other: Memory, tmp_path: Path) -> 
 
 def test_a_replaced_fact_keeps_its_place_and_is_found_by_its_new_words(memory: Memory) -> None:
     old, last = memory.add(["the dog is brown", "a later fact"], user_id="ana")
-    pass_id = memory.catalog.record_pass("model", old.scope, [old.id], [last.id], ["key"])
+    pass_id = memory.catalog.passes.record("model", old.scope, [old.id], [last.id], ["key"])
     assert memory.search("dog", user_id="ana")  # the index knows the old vector
     epoch = memory.epoch(user_id="ana")
     new = StoredFact(replace(old, text="the cat is white", metadata={"k": 1}))
     done = memory.import_facts([new], replaces=True)
     assert done[:4] == (0, 1, 0, ("key",))
     assert memory.epoch(user_id="ana") > epoch
-    assert memory.catalog.passes([pass_id]) == {}
+    assert memory.catalog.passes.by_ids([pass_id]) == {}
     assert [fact.text for fact in memory.get_all(user_id="ana")] == ["the cat is white", "a later fact"]
     [hit, *_] = memory.search("white cat", user_id="ana")
     assert (hit.fact.id, hit.fact.metadata) == (old.id, {"k": 1})
@@ -185,7 +187,7 @@ def test_a_fact_that_is_no_longer_so_does_not_come_back(memory: Memory) -> None:
 def test_passes_can_be_recorded_over_imported_facts(other: Memory) -> None:
     facts = [Fact(f"id{n}", 0, ANA, f"fact {n}", created_at=1.0, updated_at=1.0) for n in range(2)]
     other.import_facts([StoredFact(fact) for fact in facts])
-    assert other.catalog.record_passes("model", ANA, [NewPass([], ["id0", "id1"], ["k0", "k1"])]) == [1]
+    assert other.catalog.passes.record_all("model", ANA, [NewPass([], ["id0", "id1"], ["k0", "k1"])]) == [1]
 
 
 # --- errors ----------------------------------------------------------------------------------------
@@ -226,6 +228,26 @@ def test_a_bad_line_is_named_and_whole_batches_before_it_stay(
     assert [fact.id for fact in stored(other)] == ["1", "2"]
 
 
+@pytest.mark.parametrize("bad", ["1e999", "NaN", "9e18", "-9e18", "1" + "0" * 400])
+@pytest.mark.parametrize("field", ["created_at", "expires_at"])
+def test_a_time_that_no_calendar_has_is_refused(other: Memory, tmp_path: Path, bad: str, field: str) -> None:
+    """Interfaces that show dates, such as Mem0's, would fail for all facts of its owner."""
+    record = {"id": "a", "user_id": "ana", "text": "x", "created_at": 1, field: "TIME"}
+    (tmp_path / "facts.jsonl").write_text(json.dumps(record).replace('"TIME"', bad))
+    with pytest.raises(InvalidInput, match=rf"Line 1 .*{field} is .* years 1 to 9999"):
+        import_facts(other, read_source(str(tmp_path / "facts.jsonl")))
+
+
+def test_a_pipe_is_read_from_its_beginning(memory: Memory, other: Memory, tmp_path: Path) -> None:
+    fill(memory)
+    file, pipe = Path(write(tmp_path / "facts.jsonl", memory)), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(file.read_bytes()), daemon=True)
+    writer.start()
+    assert import_facts(other, read_source(str(pipe)))[:3] == (5, 0, 0)
+    writer.join()
+
+
 def test_a_line_that_is_no_utf8_and_a_file_that_is_not_there(other: Memory, tmp_path: Path) -> None:
     file = tmp_path / "facts.jsonl"
     file.write_bytes(json.dumps(GOOD).encode() + b"\n\xff\n")
@@ -259,3 +281,5 @@ def test_texts_are_checked_as_those_of_an_add(tmp_path: Path) -> None:
 
     with open_memory(tmp_path, check_text=refuse) as memory, pytest.raises(EmptyText, match="fact"):
         memory.import_facts([StoredFact(Fact("1", 0, ANA, "fact"))])
+    with open_memory(tmp_path, check_text=refuse) as memory, pytest.raises(EmptyText, match="persona"):
+        memory.import_facts([StoredFact(Fact("2", 0, ANA, "persona", block="persona"))])

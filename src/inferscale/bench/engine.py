@@ -25,7 +25,8 @@ class EngineSpec:
     """Settings of an engine for benchmarks; what is None is sized by `sized`, or left to vLLM.
 
     model: a folder or hub name. random_weights: only its `config.json` is read. tokenizer: a folder, for
-    what needs texts with random weights. extra: further arguments of `vllm.LLM`.
+    what needs texts with random weights. disk_dir: given where lower tiers are measured. extra: further
+    arguments of `vllm.LLM`.
     """
 
     model: str
@@ -39,6 +40,9 @@ class EngineSpec:
     dtype: str | None = None
     injection_path: InjectionPath = "auto"
     pool_dtype: PoolDtype = "auto"
+    host_size_bytes: int = 0
+    disk_size_bytes: int = 0
+    disk_dir: str | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -84,6 +88,11 @@ class EngineSpec:
             pool_size_bytes=AUTO if self.pool_size_bytes is None else self.pool_size_bytes,
             injection_path=self.injection_path,
             pool_dtype=self.pool_dtype,
+            host_size_bytes=self.host_size_bytes,
+            disk_size_bytes=self.disk_size_bytes,
+            disk_dir=self.disk_dir,
+            max_share=ConnectorConfig.max_share if self.disk_dir is None else 1.0,
+            tier_wait="auto" if self.disk_dir is None else "always",
         )
 
     def open(self) -> BenchEngine:
@@ -150,6 +159,7 @@ def describe(vllm_config: Any, spec: EngineSpec) -> dict[str, Any]:
         "engine_args": spec.arguments(),
         "pool_size_bytes": spec.pool_size_bytes,
         "injection_path": spec.injection_path,
+        "pool_dtype": spec.pool_dtype,
         "dtype": str(model.dtype).removeprefix("torch."),
         "execution": "eager" if model.enforce_eager else "compiled",
         "max_model_len": int(model.max_model_len),

@@ -51,12 +51,36 @@ class DecodeOptions:
 
 
 @dataclass(frozen=True)
+class TiersOptions:
+    """What is measured. tier: `host` or `disk`; num_questions: of each of two users."""
+
+    tier: str = "host"
+    k: int = 50
+    num_questions: int = 15
+
+
+@dataclass(frozen=True)
 class E2eOptions:
     """What is measured. devices: where the embedder runs, measured one after the other."""
 
     k: int = 50
     num_questions: int = 20
     devices: tuple[str, ...] = ("cpu",)
+
+
+@dataclass(frozen=True)
+class FidelityOptions:
+    """What is measured. num_questions: of each conversation, evenly spread; None: all. instruction: behind
+    every question. num_timed: questions whose time to first token is measured; num_checked: that a reference
+    computes as well. in_flight: requests that the engine has at once."""
+
+    k: int = 50
+    num_questions: int | None = None
+    categories: tuple[int, ...] = (1, 2, 3, 4)
+    instruction: str = "Answer in a few words."
+    num_timed: int = 10
+    num_checked: int = 0
+    in_flight: int = 64
 
 
 @dataclass(frozen=True)

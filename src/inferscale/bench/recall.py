@@ -29,8 +29,8 @@ from inferscale.bench.harness import BenchRun, Row, Say, command, environment
 from inferscale.config import RetrievalConfig
 from inferscale.errors import InvalidInput
 from inferscale.facts import Turn
-from inferscale.memory import embedding_text
 from inferscale.retrieval import Embedder, HybridSearch, LexicalIndex, Query, VectorIndex, open_embedder
+from inferscale.search import embedding_text
 
 SEMANTIC = RetrievalConfig(lexical_weight=0.0, recency_weight=0.0, duplicate_similarity=None)
 """Ranking by meaning alone."""

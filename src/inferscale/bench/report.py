@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+from inferscale.bench.fidelity_rows import fidelity_table
 from inferscale.bench.harness import Row
 from inferscale.bench.modes import MODES, RATE_RATIOS, STEADY_LOOP, TTFT_RATIOS, Ratio
 from inferscale.errors import InvalidInput
@@ -123,6 +124,7 @@ _TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "ttft": ttft_table,
     "throughput": throughput_table,
     "encode": encode_table,
+    "fidelity": fidelity_table,
 }
 
 

@@ -14,8 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from inferscale.config import PoolDtype
 from inferscale.errors import InvalidInput
 from inferscale.model_size import kv_shape
+from inferscale.row_size import RowShape
 
 Config = dict[str, Any]
 
@@ -144,9 +146,13 @@ def read_config(folder: Path) -> Config | None:
     return dict(config)
 
 
-def token_size_bytes(config: Mapping[str, Any], dtype: str | None = None) -> int:
-    """KV of one token in all layers. dtype: of the engine, where it is not the config's."""
-    return kv_shape(config).elements * (4 if dtype == "float32" else 2)
+def token_size_bytes(
+    config: Mapping[str, Any], dtype: str | None = None, pool_dtype: PoolDtype = "auto"
+) -> int:
+    """KV of one token in all layers, as a pool keeps it. dtype: of the engine, where not the config's."""
+    shape = kv_shape(config)
+    row = RowShape(((shape.heads, shape.head_dim),) * shape.layers)
+    return row.row_bytes(pool_dtype, 4 if dtype == "float32" else 2)
 
 
 def _write(name: str, text: str) -> Path:

@@ -62,7 +62,7 @@ class RandomSource:
     def segments(self, need: Need) -> Sequence[int]:
         lengths = [self.tokens.head_tokens]
         for user in range(need.num_users):
-            generator = np.random.default_rng([self.tokens.seed, user])
+            generator = np.random.default_rng([self.tokens.seed, 1, user])  # as the workload draws them
             lengths += [int(num) for num in fact_lengths(generator, self._num_facts(need))]
             lengths.append(_LARGEST_BLOCK)  # the last one is filled up to a block
         return lengths

@@ -6,20 +6,23 @@ import os
 import sqlite3
 from pathlib import Path
 
+from inferscale.catalog import drivers
 from inferscale.catalog.database import BUSY_TIMEOUT_S, explained
 from inferscale.catalog.migrations import check_version
+from inferscale.encryption import EncryptionKey
 from inferscale.errors import CatalogError
 
 
-def copy_catalog(source: Path, target: Path) -> int:
+def copy_catalog(source: Path, target: Path, key: EncryptionKey | None = None) -> int:
     """Copy a catalog, as it is at one moment, to a file that does not exist yet; how many facts it holds.
 
     One step of SQLite's backup API: a snapshot, so that writers go on beside it and do not make it begin
-    anew. The copy is for its owner only, and on the disk when this returns. Raises CatalogError.
+    anew. The copy is for its owner only, and on the disk when this returns. key: of an encrypted catalog, and
+    of its copy. Raises CatalogError.
     """
     os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-    with explained(source):
-        read, written = sqlite3.connect(source, timeout=BUSY_TIMEOUT_S), sqlite3.connect(target)
+    with explained(source, key):
+        read, written = drivers.connect(source, key, timeout=BUSY_TIMEOUT_S), drivers.connect(target, key)
         try:
             check_version(read, str(source))
             read.backup(written, pages=-1)
@@ -32,16 +35,26 @@ def copy_catalog(source: Path, target: Path) -> int:
     return num_facts
 
 
-def check_copy(path: Path) -> int:
-    """How many facts a whole and undamaged catalog holds. Raises CatalogError, NewerCatalog."""
-    with explained(path):
-        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", uri=True)
+def check_copy(path: Path, key: EncryptionKey | None = None) -> int:
+    """How many facts a whole and undamaged catalog holds. Raises CatalogError, NewerCatalog, WrongKey."""
+    with explained(path, key):
+        connection = drivers.connect(f"{path.absolute().as_uri()}?mode=ro&immutable=1", key, uri=True)
         try:
             check_version(connection, str(path))
             damage = _damage(connection)
             if damage is not None:
                 raise CatalogError(f"{path} is damaged ({damage}); take another backup.")
             return int(connection.execute("SELECT count(*) FROM facts").fetchone()[0])
+        finally:
+            connection.close()
+
+
+def check_key(path: Path, key: EncryptionKey | None) -> None:
+    """Raises WrongKey where a catalog cannot be read with this key; CatalogError where not at all."""
+    with explained(path, key):
+        connection = drivers.connect(path, key, timeout=BUSY_TIMEOUT_S)
+        try:
+            check_version(connection, str(path))
         finally:
             connection.close()
 

@@ -17,7 +17,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from inferscale.catalog import drivers
 from inferscale.catalog.migrations import check_version, migrate
+from inferscale.encryption import EncryptionKey
 from inferscale.errors import CatalogError, InvalidInput
 
 BUSY_TIMEOUT_S = 30.0
@@ -30,7 +32,6 @@ _ADVICE = {
     "SQLITE_IOERR": "The disk reports an error; nothing of this call was stored.",
     "SQLITE_READONLY": "It is read-only; make it writable or choose another data folder.",
     "SQLITE_CANTOPEN": "It cannot be opened; check the folder's permissions or choose another data folder.",
-    "SQLITE_NOTADB": "It is not an SQLite database; choose another data folder.",
     "SQLITE_CORRUPT": "The file is damaged; restore it from a backup.",
 }
 
@@ -43,10 +44,14 @@ class ChangeToken(NamedTuple):
 
 
 class Database:
-    """One SQLite file, opened (and made or migrated) on first use. Safe from several threads."""
+    """One SQLite file, opened (and made or migrated) on first use. Safe from several threads.
 
-    def __init__(self, path: Path) -> None:
+    key: of an encrypted one; what is made is encrypted with it.
+    """
+
+    def __init__(self, path: Path, key: EncryptionKey | None = None) -> None:
         self.path = path
+        self._key = key
         self._handle: _Handle | None = None
         self._opening = threading.Lock()
         self._closed = False
@@ -71,7 +76,7 @@ class Database:
 
     def change_token(self) -> ChangeToken:
         handle = self._open_handle()
-        with handle.lock, explained(self.path):
+        with handle.lock, explained(self.path, self._key):
             data_version = int(handle.connection.execute("PRAGMA data_version").fetchone()[0])
             return ChangeToken(data_version, handle.own_writes)
 
@@ -84,7 +89,7 @@ class Database:
         handle = self._handle
         if handle is None:
             return
-        with handle.lock, suppress(sqlite3.Error):
+        with handle.lock, suppress(*drivers.ERRORS):
             handle.empties_log = True
             try:
                 handle.connection.execute("PRAGMA busy_timeout = 0")
@@ -105,7 +110,7 @@ class Database:
     @contextmanager
     def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
         handle = self._open_handle()
-        with handle.lock, explained(self.path):
+        with handle.lock, explained(self.path, self._key):
             connection = handle.connection
             connection.execute(begin)
             try:
@@ -126,8 +131,8 @@ class Database:
                 if self._closed:
                     raise CatalogError(f"{self.path} was closed; open a new Memory on its folder.")
                 if self._handle is None:
-                    with explained(self.path):
-                        self._handle = _Handle(_open(self.path))
+                    with explained(self.path, self._key):
+                        self._handle = _Handle(_open(self.path, self._key))
                 handle = self._handle
         if handle.process != os.getpid():
             # SQLite's file locks do not survive a fork: both processes would believe to hold them.
@@ -139,8 +144,11 @@ class Database:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """SQLite's errors as ours, with advice; those of texts that cannot be stored as InvalidInput."""
+def explained(path: Path, key: EncryptionKey | None = None) -> Iterator[None]:
+    """SQLite's errors as ours, with advice; those of texts that cannot be stored as InvalidInput.
+
+    key: that the file is read with.
+    """
     try:
         yield
     except UnicodeEncodeError as error:
@@ -148,9 +156,11 @@ def explained(path: Path) -> Iterator[None]:
             f"the text {error.object[max(0, error.start - 20) : error.end + 20]!r} holds half of a "
             "surrogate pair, which is not valid Unicode and cannot be stored. Repair or remove it."
         ) from error
-    except sqlite3.Error as error:
+    except drivers.ERRORS as error:
         # An extended name such as SQLITE_IOERR_WRITE begins with the primary one.
         name = "_".join(str(getattr(error, "sqlite_errorname", "")).split("_")[:2])
+        if name == "SQLITE_NOTADB":
+            raise drivers.unreadable(path, key) from error
         raise CatalogError(f"{path}: {error}. {_ADVICE.get(name, '')}".rstrip()) from error
 
 
@@ -168,9 +178,11 @@ class _Handle:
         self.empties_log = True
 
 
-def _open(path: Path) -> sqlite3.Connection:
+def _open(path: Path, key: EncryptionKey | None) -> sqlite3.Connection:
     _make_private(path)
-    connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+    connection = drivers.connect(
+        path, key, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+    )
     try:
         check_version(connection, str(path))
         _use_wal(connection, path)
@@ -192,7 +204,7 @@ def _use_wal(connection: sqlite3.Connection, path: Path) -> None:
         try:
             mode = str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
             break
-        except sqlite3.OperationalError as error:
+        except drivers.OPERATIONAL_ERRORS as error:
             busy = error.sqlite_errorcode & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
             if not busy or time.monotonic() > deadline_s:
                 raise

@@ -5,6 +5,14 @@ from __future__ import annotations
 import sqlite3
 
 from inferscale.errors import UnknownFact
+from inferscale.facts import Fact, Turn
+
+
+def ends_before(fact: Fact, turn: Turn) -> bool:
+    """Whether a fact expires although what says the same would not yet, or never."""
+    if fact.expires_at is None:
+        return False
+    return turn.expires_at is None or turn.expires_at > fact.expires_at
 
 
 def set_expiry(connection: sqlite3.Connection, fact_id: str, expires_at: float | None) -> None:

@@ -10,17 +10,17 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from inferscale.catalog import additions as _additions
 from inferscale.catalog import changes as _changes
+from inferscale.catalog import expiry as _expiry
 from inferscale.catalog import rows as _rows
-from inferscale.catalog import vectors as _vectors
 from inferscale.catalog.results import Applied, InferMark, SimilarFacts
-from inferscale.dates import read_time
 from inferscale.errors import UnknownFact
 from inferscale.facts import Fact, Scope, SearchHit, Turn, Wording
 
@@ -119,25 +119,13 @@ def _stored(
     )
     for fact in found:
         if Wording.of(fact) == Wording.of(turn) or (not with_time and fact.speaker == turn.speaker):
+            if _expiry.ends_before(fact, turn):
+                _expiry.set_expiry(connection, fact.id, turn.expires_at)
+                fact = replace(fact, expires_at=turn.expires_at)
             return fact, False
-    return _insert(connection, scope, turn, vector), True
-
-
-def _insert(connection: sqlite3.Connection, scope: Scope, turn: Turn, vector: NDArray[np.float32]) -> Fact:
-    embedder = _vectors.fitting_embedder(connection, vector.reshape(1, -1), 1)
     meta = _rows.metadata_json(turn.metadata)
-    fact_id, now, happened_at = str(uuid.uuid4()), time.time(), read_time(turn.said_at)
-    said = (turn.text, turn.speaker, turn.said_at)
-    cursor = connection.execute(
-        "INSERT INTO facts (id, scope, text, speaker, said_at, created_at, metadata, expires_at, "
-        "happened_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (fact_id, _rows.scope_code(connection, scope), *said, now, meta, turn.expires_at, happened_at),
-    )
-    assert cursor.lastrowid is not None
-    _vectors.store(connection, embedder, cursor.lastrowid, vector)
-    return Fact(
-        fact_id, cursor.lastrowid, scope, *said, now, now, json.loads(meta), turn.expires_at, happened_at
-    )
+    [fact] = _additions.add_facts(connection, scope, [turn], [meta], vector.reshape(1, -1))
+    return fact, True
 
 
 def _ids(scope: Scope) -> tuple[str | None, str | None, str | None]:

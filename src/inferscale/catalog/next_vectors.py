@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from inferscale.catalog.database import Database
 from inferscale.catalog.migrations import VECTORS_NEXT
 from inferscale.catalog.rows import EmbedderIdentity, read_embedder, select_facts
+from inferscale.encryption import EncryptionKey
 from inferscale.errors import CatalogError, InvalidInput
 from inferscale.facts import Fact
 
@@ -38,9 +39,9 @@ class Progress(NamedTuple):
 class NextVectors:
     """Of one catalog file, over a connection of its own."""
 
-    def __init__(self, path: Path, embedder: EmbedderIdentity) -> None:
+    def __init__(self, path: Path, embedder: EmbedderIdentity, key: EncryptionKey | None = None) -> None:
         self.embedder = embedder
-        self._database = Database(path)
+        self._database = Database(path, key)
 
     def close(self) -> None:
         self._database.close()

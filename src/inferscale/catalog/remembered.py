@@ -28,7 +28,7 @@ _A = TypeVar("_A")
 
 
 class RememberedReads:
-    """Answers like the catalog's methods of the same names. Safe from several threads."""
+    """Answers like the methods of the same names of a catalog and its feed. Safe from several threads."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -57,18 +57,18 @@ class RememberedReads:
     def scope_codes(self, filter: Scope) -> list[int]:
         def read() -> list[int]:
             if filter not in self._codes:
-                self._codes[filter] = self._catalog.scope_codes(filter)
+                self._codes[filter] = self._catalog.feed.scope_codes(filter)
             return self._codes[filter]
 
-        return self._of_one_state(read, lambda: self._catalog.scope_codes(filter))
+        return self._of_one_state(read, lambda: self._catalog.feed.scope_codes(filter))
 
     def scope_marks(self, scope: Scope) -> list[ScopeMark]:
         def read() -> list[ScopeMark]:
             if scope not in self._marks:
-                self._marks[scope] = self._catalog.scope_marks(scope)
+                self._marks[scope] = self._catalog.feed.scope_marks(scope)
             return self._marks[scope]
 
-        return self._of_one_state(read, lambda: self._catalog.scope_marks(scope))
+        return self._of_one_state(read, lambda: self._catalog.feed.scope_marks(scope))
 
     def next_expiry(self) -> float | None:
         def read() -> float | None:

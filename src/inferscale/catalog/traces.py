@@ -15,6 +15,7 @@ from typing import NamedTuple
 from inferscale.catalog.database import Database
 from inferscale.catalog.passes import known_keys
 from inferscale.catalog.rows import covered
+from inferscale.encryption import EncryptionKey
 from inferscale.facts import Scope
 
 _NUMBERS_ONLY = ("changes",)
@@ -36,8 +37,8 @@ class TableTraces(NamedTuple):
 class CatalogTraces:
     """Reads of one catalog file, over a connection of its own."""
 
-    def __init__(self, path: Path) -> None:
-        self._database = Database(path)
+    def __init__(self, path: Path, key: EncryptionKey | None = None) -> None:
+        self._database = Database(path, key)
 
     def close(self) -> None:
         """Empty the log, where nobody else is reading, and close the file."""

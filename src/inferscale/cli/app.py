@@ -15,7 +15,7 @@ from inferscale.cli.facts import add, delete, list_facts, search
 from inferscale.cli.ingest import ingest
 from inferscale.cli.kv import kv
 from inferscale.cli.mcp import mcp
-from inferscale.cli.operations import audit, backup, reembed, restore
+from inferscale.cli.operations import audit, backup, reembed, rekey, restore
 from inferscale.cli.output import one_line
 from inferscale.cli.serve import serve
 from inferscale.cli.transfer import export, import_
@@ -46,7 +46,7 @@ def main() -> None:
 
 for _command in (demo, add, ingest, search, list_facts, delete, chat, warm, serve, mcp, doctor, bench):
     main.add_command(_command)
-for _command in (audit, backup, restore, reembed, kv):
+for _command in (audit, backup, restore, reembed, rekey, kv):
     main.add_command(_command)
 for _command in (export, import_):
     main.add_command(_command)

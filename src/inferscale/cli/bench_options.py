@@ -15,7 +15,7 @@ from inferscale.bench.options import RandomTokens
 from inferscale.cli.engine import model_path, prepare_engine, start_errors
 from inferscale.cli.options import COUNT, POSITIVE, read_size
 from inferscale.cli.output import emit, say
-from inferscale.config import EncodingConfig, InjectionPath
+from inferscale.config import EncodingConfig, InjectionPath, PoolDtype
 from inferscale.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class EngineChoice(NamedTuple):
     max_num_batched_tokens: int | None
     dtype: str | None
     injection_path: InjectionPath
+    pool_dtype: PoolDtype
     engine_arg: tuple[str, ...]
     verbose: bool
 
@@ -69,6 +70,7 @@ class EngineChoice(NamedTuple):
             max_num_batched_tokens=self.max_num_batched_tokens,
             dtype=self.dtype,
             injection_path=self.injection_path,
+            pool_dtype=self.pool_dtype,
             extra=read_engine_args(self.engine_arg),
         )
 
@@ -129,6 +131,16 @@ def start(spec: EngineSpec, source: Source, needs: Sequence[Need]) -> Iterator[B
         yield engine
 
 
+def pool_dtype_option(command: F) -> F:
+    return click.option(
+        "--pool-dtype",
+        type=click.Choice(get_args(PoolDtype)),
+        default="auto",
+        show_default=True,
+        help="How the pool keeps KV.",
+    )(command)
+
+
 def engine_options(command: F) -> F:
     """Options of the model and the engine; the command gets them as `engine: EngineChoice`."""
     options = (
@@ -170,6 +182,7 @@ def engine_options(command: F) -> F:
             show_default=True,
             help="How KV is moved; fused refuses to start where its kernels cannot run.",
         ),
+        pool_dtype_option,
         click.option(
             "--engine-arg",
             metavar="NAME=JSON",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import click
 
-from inferscale.bench.options import DecodeOptions, E2eOptions, RandomTokens
+from inferscale.bench.options import DecodeOptions, E2eOptions, RandomTokens, TiersOptions
 from inferscale.cli.bench_options import (
     EngineChoice,
     conversation_options,
     engine_options,
     out_option,
+    pool_dtype_option,
     prepare,
     read_counts,
     show,
@@ -19,11 +21,13 @@ from inferscale.cli.bench_options import (
 from inferscale.cli.engine import start_errors
 from inferscale.cli.options import COUNT, POSITIVE, json_option
 from inferscale.cli.output import say
-from inferscale.config import EncodingConfig
+from inferscale.config import EncodingConfig, PoolDtype
 from inferscale.errors import InvalidInput
 
 _DECODE = DecodeOptions()
 _E2E = E2eOptions()
+_TIERS = TiersOptions()
+_ENCODING = EncodingConfig()
 
 
 @click.command()
@@ -82,6 +86,54 @@ def decode(
     policy = WindowPolicy(encoding.window, encoding.stride)
     run = BenchRun("decode", spec.name, out)
     measure_decode(DecodeTask("connector", spec, options, tokens, policy), run, say)
+    show(run.rows, out, as_json=as_json)
+
+
+@click.command()
+@click.option(
+    "--tier",
+    type=click.Choice(["host", "disk"]),
+    default=_TIERS.tier,
+    show_default=True,
+    help="Where facts are loaded from: host memory, or a temporary folder on disk.",
+)
+@click.option("--k", type=POSITIVE, default=_TIERS.k, show_default=True, help="Facts in the prompt.")
+@click.option(
+    "--questions",
+    type=POSITIVE,
+    default=_TIERS.num_questions,
+    show_default=True,
+    help="Questions of each of two users.",
+)
+@click.option("--seed", type=COUNT, default=0, show_default=True, help="Of the random token ids.")
+@out_option("tiers")
+@engine_options
+@json_option
+def tiers(
+    tier: str, k: int, questions: int, seed: int, out: Path, engine: EngineChoice, as_json: bool
+) -> None:
+    """Time to first token where the facts' KV has left the pool, on random token ids."""
+    spec = engine.spec()
+    from inferscale.bench.harness import BenchRun
+    from inferscale.bench.shapes import read_config, token_size_bytes
+    from inferscale.bench.source import Need, RandomSource, sized
+    from inferscale.bench.tiers import USERS, measure_tiers, tier_spec
+    from inferscale.windows import WindowPolicy
+
+    options = TiersOptions(tier, k, questions)
+    source = RandomSource(RandomTokens(seed=seed, facts_per_user=k))
+    need = Need(k, num_users=len(USERS))
+    config = read_config(Path(spec.model))
+    if config is None:
+        raise InvalidInput(f"--model is {spec.model}; give a folder with config.json, to size the pool.")
+    row_bytes = token_size_bytes(config, spec.dtype, spec.pool_dtype)
+    with start_errors(spec.model), tempfile.TemporaryDirectory(prefix="inferscale-tiers-") as folder:
+        spec = tier_spec(sized(spec, source, [need]), source, need, tier, row_bytes, folder)
+        say(f"Starting the engine with {spec.name} …")
+        with spec.open() as running:
+            run = BenchRun("tiers", spec.name, out, running.describe())
+            policy = WindowPolicy(_ENCODING.window, _ENCODING.stride)
+            measure_tiers(running, source, need, policy, options, run, say)
     show(run.rows, out, as_json=as_json)
 
 
@@ -146,20 +198,22 @@ def e2e(
     show_default=True,
     help="Whose keys and values: a shape's name, or the path of a config.json.",
 )
+@pool_dtype_option
 @out_option("kernels")
 @json_option
-def kernels(tokens: str, shape: str, out: Path, as_json: bool) -> None:
+def kernels(tokens: str, shape: str, pool_dtype: PoolDtype, out: Path, as_json: bool) -> None:
     """Bandwidth of the injection and capture kernels beside a device copy, on a GPU."""
     counts = read_counts("--tokens", tokens, 1)
     prepare()
     from inferscale.bench.harness import BenchRun
     from inferscale.bench.kernels import KernelShape, run_kernels
-    from inferscale.bench.shapes import kv_shape, model_folder, read_config
+    from inferscale.bench.shapes import model_folder, read_config
+    from inferscale.model_size import kv_shape
 
     config = read_config(model_folder(shape))
     assert config is not None
     run = BenchRun("kernels", shape, out)
-    run_kernels(run, counts, say, shape=KernelShape(*kv_shape(config)))
+    run_kernels(run, counts, say, shape=KernelShape(*kv_shape(config)), pool_dtype=pool_dtype)
     show(run.rows, out, as_json=as_json)
 
 

@@ -8,6 +8,7 @@ import click
 
 from inferscale.cli.options import json_option, memory_config, memory_options, read_text, scope_options
 from inferscale.cli.output import block_json, emit, say
+from inferscale.facts import ScopeIds
 from inferscale.memory import Memory
 
 
@@ -25,18 +26,14 @@ def block() -> None:
 def set_block(
     name: str,
     text: str,
-    user_id: str | None,
-    agent_id: str | None,
-    run_id: str | None,
+    ids: ScopeIds,
     data_dir: Path | None,
     embedder: str | None,
     as_json: bool,
 ) -> None:
     """Store TEXT (- for standard input) as the block NAME, in place of the one of that name, if any."""
     with Memory(memory_config(data_dir, embedder)) as memory:
-        update = memory.set_block(
-            name, read_text(text, "text"), user_id=user_id, agent_id=agent_id, run_id=run_id
-        )
+        update = memory.set_block(name, read_text(text, "text"), **ids)
     emit(block_json(update.fact)) if as_json else click.echo(update.fact.id)
     say(f"Stored {name}.")
 
@@ -46,16 +43,14 @@ def set_block(
 @memory_options
 @json_option
 def list_blocks(
-    user_id: str | None,
-    agent_id: str | None,
-    run_id: str | None,
+    ids: ScopeIds,
     data_dir: Path | None,
     embedder: str | None,
     as_json: bool,
 ) -> None:
     """List the blocks of a chat with this user, agent and run, in the order in which they stand there."""
     with Memory(memory_config(data_dir, embedder)) as memory:
-        blocks = memory.get_blocks(user_id=user_id, agent_id=agent_id, run_id=run_id)
+        blocks = memory.get_blocks(**ids)
     for found in blocks:
         emit(block_json(found)) if as_json else click.echo(f"{found.block}: {found.text}")
 
@@ -66,13 +61,11 @@ def list_blocks(
 @memory_options
 def delete_block(
     name: str,
-    user_id: str | None,
-    agent_id: str | None,
-    run_id: str | None,
+    ids: ScopeIds,
     data_dir: Path | None,
     embedder: str | None,
 ) -> None:
     """Delete the block NAME of exactly this user, agent and run."""
     with Memory(memory_config(data_dir, embedder)) as memory:
-        memory.delete_block(name, user_id=user_id, agent_id=agent_id, run_id=run_id)
+        memory.delete_block(name, **ids)
     say(f"Deleted {name}.")

@@ -13,6 +13,7 @@ import click
 from inferscale.cli.engine import open_llm, say_budget, show_progress
 from inferscale.cli.options import (
     POSITIVE,
+    filter_option,
     json_option,
     memory_config,
     memory_options,
@@ -23,6 +24,7 @@ from inferscale.cli.options import (
 )
 from inferscale.cli.output import emit, one_line, say
 from inferscale.errors import InvalidInput, TextTooLong
+from inferscale.facts import ScopeIds
 from inferscale.turns import read_query, read_scope
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ Ask = Callable[[list[Message]], "ChatResult"]
 @click.command()
 @click.argument("message", required=False)
 @recall_options
+@filter_option
 @click.option(
     "--mode",
     type=click.Choice(["inject", "text", "none"]),
@@ -57,12 +60,11 @@ def chat(
     message: str | None,
     top_k: int,
     tail: int,
+    filters: dict[str, Any] | None,
     mode: Any,
     max_tokens: int,
     warm_first: bool | None,
-    user_id: str | None,
-    agent_id: str | None,
-    run_id: str | None,
+    ids: ScopeIds,
     data_dir: Path | None,
     embedder: str | None,
     model: str | None,
@@ -78,7 +80,7 @@ def chat(
     left out, and the oldest turns are dropped when the talk grows too long for the model.
     """
     if mode != "none":
-        read_scope(user_id, agent_id, run_id)
+        read_scope(**ids)
     if warm_first and mode != "inject":
         raise InvalidInput(f"--warm was given with --mode {mode}; only --mode inject uses encoded facts.")
     question = None if message is None else read_query(read_text(message, "message"))
@@ -89,17 +91,16 @@ def chat(
     ) as llm:
         say_budget(llm)
         if mode == "inject" and (is_talk if warm_first is None else warm_first):
-            llm.warm(user_id=user_id, agent_id=agent_id, run_id=run_id, progress=show_progress)
+            llm.warm(**ids, progress=show_progress)
 
         def ask(messages: list[Message]) -> ChatResult:
             return llm.chat(
                 messages,
-                user_id=user_id,
-                agent_id=agent_id,
-                run_id=run_id,
+                **ids,
                 top_k=top_k,
                 mode=mode,
                 tail=tail,
+                filters=filters,
                 max_tokens=max_tokens,
             )
 

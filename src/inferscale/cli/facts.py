@@ -26,6 +26,7 @@ from inferscale.cli.options import (
 )
 from inferscale.cli.output import emit, fact_json, fact_line, hit_json, say
 from inferscale.errors import InvalidInput
+from inferscale.facts import ScopeIds
 from inferscale.memory import Memory
 
 
@@ -58,9 +59,7 @@ def add(
     expires_at: str | None,
     infer: bool,
     infer_url: str | None,
-    user_id: str | None,
-    agent_id: str | None,
-    run_id: str | None,
+    ids: ScopeIds,
     data_dir: Path | None,
     embedder: str | None,
     model: str | None,
@@ -84,9 +83,7 @@ def add(
         )
     content: Any = read_text(text, "text") if messages is None else _read_messages(messages)
     given: dict[str, Any] = {
-        "user_id": user_id,
-        "agent_id": agent_id,
-        "run_id": run_id,
+        **ids,
         "speaker": speaker,
         "said_at": said_at,
         "expires_at": read_time_option(expires_at),
@@ -137,9 +134,7 @@ def search(
     query: str,
     top_k: int,
     filters: dict[str, Any] | None,
-    user_id: str | None,
-    agent_id: str | None,
-    run_id: str | None,
+    ids: ScopeIds,
     data_dir: Path | None,
     embedder: str | None,
     as_json: bool,
@@ -151,9 +146,7 @@ def search(
     with Memory(memory_config(data_dir, embedder)) as memory:
         hits = memory.search(
             read_text(query, "query"),
-            user_id=user_id,
-            agent_id=agent_id,
-            run_id=run_id,
+            **ids,
             top_k=top_k,
             filters=filters,
         )
@@ -172,18 +165,14 @@ def search(
 def list_facts(
     limit: int | None,
     filters: dict[str, Any] | None,
-    user_id: str | None,
-    agent_id: str | None,
-    run_id: str | None,
+    ids: ScopeIds,
     data_dir: Path | None,
     embedder: str | None,
     as_json: bool,
 ) -> None:
     """List the facts of a user, agent or run in the order they were stored."""
     with Memory(memory_config(data_dir, embedder)) as memory:
-        facts = memory.get_all(
-            user_id=user_id, agent_id=agent_id, run_id=run_id, limit=limit, filters=filters
-        )
+        facts = memory.get_all(**ids, limit=limit, filters=filters)
     for fact in facts:
         emit(fact_json(fact)) if as_json else click.echo(f"{fact.id}  {fact_line(fact)}")
 

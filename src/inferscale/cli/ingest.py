@@ -22,7 +22,7 @@ from inferscale.cli.options import (
 )
 from inferscale.cli.output import emit, say
 from inferscale.errors import InvalidInput
-from inferscale.facts import Scope
+from inferscale.facts import Scope, ScopeIds
 from inferscale.memory import Memory
 from inferscale.turns import read_scope
 
@@ -73,9 +73,7 @@ def ingest(
     said_at: str | None,
     batch_size: int,
     encode: bool,
-    user_id: str | None,
-    agent_id: str | None,
-    run_id: str | None,
+    ids: ScopeIds,
     data_dir: Path | None,
     embedder: str | None,
     model: str | None,
@@ -93,7 +91,7 @@ def ingest(
     The facts' KV is encoded when an engine first needs it. --encode does it at once, which shows how
     fast it is and whether it fits into the pool; the KV itself ends with this command.
     """
-    scope = read_scope(user_id, agent_id, run_id)
+    scope = read_scope(**ids)
     if not encode and (model is not None or pool_size is not None or max_model_len is not None):
         raise InvalidInput("--model, --pool-size and --max-model-len are for the engine; add --encode.")
     read = [read_file(path, form, speaker, said_at) for path in files]
@@ -123,9 +121,7 @@ def _store(memory: Memory, scope: Scope, files: Sequence[FactFile], batch_size: 
             batch = items[num_stored : num_stored + batch_size]
             memory.add(
                 [item.turn for _, item in batch],
-                user_id=scope.user_id,
-                agent_id=scope.agent_id,
-                run_id=scope.run_id,
+                **scope.ids(),
             )
             num_stored += len(batch)
             now_s = time.perf_counter()
@@ -157,10 +153,9 @@ def _check(memory: Memory, items: Sequence[tuple[FactFile, Item]]) -> None:
 
 def _encode(llm: MemoryLLM, scope: Scope) -> EncodeProgress | None:
     """Encode the scope; None where it holds no fact."""
-    ids = {"user_id": scope.user_id, "agent_id": scope.agent_id, "run_id": scope.run_id}
-    if llm.memory.count(**ids) == 0:
+    if llm.memory.count(**scope.ids()) == 0:
         return None
-    return llm.warm(**ids, progress=show_progress)
+    return llm.warm(**scope.ids(), progress=show_progress)
 
 
 def _report(

@@ -15,7 +15,8 @@ from inferscale.cli.output import emit
 
 class TierStatus(NamedTuple):
     """size, capacity: bytes on each worker, None for the pool, which counts pages. hits: segments that were
-    injected from it (pool) or loaded from it. hit_ms: the mean time of a load, None without any."""
+    injected from it (pool) or that a request had loaded from it; prefetched: loaded ahead of requests. hit_ms:
+    the mean time of a hit's load, None without any."""
 
     tier: str
     segments: int
@@ -25,6 +26,7 @@ class TierStatus(NamedTuple):
     hits: int
     evictions: int
     hit_ms: float | None
+    prefetched: int = 0
 
 
 def tiers_of(stats: Mapping[str, Any]) -> list[TierStatus]:
@@ -57,6 +59,7 @@ def tiers_of(stats: Mapping[str, Any]) -> list[TierStatus]:
                 hits,
                 int(stats[f"{name}_evictions"]),
                 int(stats[f"{name}_load_ms"]) / hits if hits else None,
+                int(stats.get(f"{name}_prefetched", 0)),
             )
         )
     return tiers
@@ -80,14 +83,15 @@ def status(url: str, api_key_env: str, as_json: bool) -> None:
         return
     click.echo(f"{found.facts} facts, {found.pending} encode passes waiting")
     asked = sum(tier.hits for tier in tiers) + missing
-    rows = [("tier", "segments", "size", "used", "hits", "of all", "a load", "evicted")]
+    rows = [("tier", "segments", "size", "used", "hits", "of all", "a load", "prefetched", "evicted")]
     for tier in tiers:
         size = "" if tier.size is None else f"{size_text(tier.size)} of {size_text(tier.capacity or 0)}"
         load = "" if tier.hit_ms is None else f"{tier.hit_ms:.1f} ms"
         share = f"{tier.hits / asked:.0%}" if asked else ""
         numbers = (str(tier.segments), size, f"{tier.used_share:.0%}", str(tier.hits), share)
-        rows.append((tier.tier, *numbers, load, str(tier.evictions)))
-    rows.append(("prefilled", "", "", "", str(missing), f"{missing / asked:.0%}" if asked else "", "", ""))
+        ahead = "" if tier.tier == "pool" else str(tier.prefetched)
+        rows.append((tier.tier, *numbers, load, ahead, str(tier.evictions)))
+    rows.append(("prefilled", "", "", "", str(missing), f"{missing / asked:.0%}" if asked else "", "", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         click.echo(

@@ -8,6 +8,7 @@ import click
 
 from inferscale.cli.options import scope_options
 from inferscale.errors import InferScaleError, InvalidInput
+from inferscale.facts import ScopeIds
 from inferscale.turns import read_scope
 
 _KEY_VARIABLE = "INFERSCALE_API_KEY"
@@ -23,15 +24,13 @@ _KEY_VARIABLE = "INFERSCALE_API_KEY"
     help=f"Environment variable that holds the API key. Default: {_KEY_VARIABLE}, if it is set.",
 )
 @scope_options
-def mcp(
-    url: str, api_key_env: str | None, user_id: str | None, agent_id: str | None, run_id: str | None
-) -> None:
+def mcp(url: str, api_key_env: str | None, ids: ScopeIds) -> None:
     """Give an MCP host the memory of a user, agent or run, over standard input and output.
 
     The tools are add_memory, search_memory, list_memories and delete_memory. Whose memory it is, is
     given here and cannot be chosen by the model.
     """
-    scope = read_scope(user_id, agent_id, run_id)
+    scope = read_scope(**ids)
     try:
         from inferscale.mcp_server import serve
     except ModuleNotFoundError as error:

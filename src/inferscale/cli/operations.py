@@ -1,30 +1,42 @@
-"""Commands for who runs a data folder: audit, backup, restore, reembed. They need no engine."""
+"""Commands for who runs a data folder: audit, backup, restore, reembed, rekey. They need no engine."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from inferscale.cli.options import json_option, memory_options, scope_options
+from inferscale.cli.options import (
+    F,
+    encryption_key,
+    json_option,
+    key_file_option,
+    memory_options,
+    scope_options,
+)
 from inferscale.cli.output import emit, say
 from inferscale.config import default_data_dir
+from inferscale.encryption import EncryptionKey, read_key, read_key_file
 from inferscale.errors import InvalidInput
-from inferscale.facts import Scope
+from inferscale.facts import Scope, ScopeIds
 from inferscale.operations.audit import Audit, Finding, Numbers
 from inferscale.turns import read_scope
 
 _KEY_VARIABLE = "INFERSCALE_API_KEY"
 _FOUND = 1
 
-_data_dir_option = click.option(
-    "--data-dir",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Where facts are stored. Default: $INFERSCALE_HOME or ~/.local/share/inferscale.",
-)
+
+def _folder_options(command: F) -> F:
+    """--data-dir and --encryption-key-file."""
+    return click.option(
+        "--data-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        help="Where facts are stored. Default: $INFERSCALE_HOME or ~/.local/share/inferscale.",
+    )(key_file_option(command))
 
 
 @click.command()
@@ -39,14 +51,12 @@ _data_dir_option = click.option(
     metavar="NAME",
     help=f"Environment variable that holds its API key. Default: {_KEY_VARIABLE}, if it is set.",
 )
-@_data_dir_option
+@_folder_options
 @json_option
 @click.pass_context
 def audit(
     context: click.Context,
-    user_id: str | None,
-    agent_id: str | None,
-    run_id: str | None,
+    ids: ScopeIds,
     texts: tuple[str, ...],
     text_file: Any,
     url: str | None,
@@ -62,10 +72,10 @@ def audit(
     """
     from inferscale.operations.audit import audit as look
 
-    scope = read_scope(user_id, agent_id, run_id)
+    folder, scope = data_dir or default_data_dir(), read_scope(**ids)
     given = [*texts, *(line.rstrip("\n") for line in text_file or ())]
     server = None if url is None else _asked(url, api_key_env, scope)
-    found = look(data_dir or default_data_dir(), scope, [text for text in given if text.strip()], server)
+    found = look(folder, scope, [text for text in given if text.strip()], server, encryption_key())
     for finding in found.findings if as_json else ():
         emit({**finding._asdict(), "scope": scope.describe()})
     if not as_json:
@@ -76,30 +86,31 @@ def audit(
 
 @click.command()
 @click.argument("target", type=click.Path(path_type=Path))
-@_data_dir_option
+@_folder_options
 @json_option
 def backup(target: Path, data_dir: Path | None, as_json: bool) -> None:
     """Copy the data folder to TARGET, a new folder or a name that ends in .tar.
 
     Servers may go on meanwhile: the copy is of one moment. KV is not in it; it is made again from the texts.
+    The backup of an encrypted folder is encrypted with the same key.
     What is deleted later is still in a backup: remove old ones.
     """
     from inferscale.operations.backup import backup as copy
 
-    copied = copy(data_dir or default_data_dir(), target)
+    copied = copy(data_dir or default_data_dir(), target, encryption_key())
     emit(_jsonable(copied)) if as_json else click.echo(copied.path)
     say(f"{copied.num_facts} facts, {copied.size_bytes} bytes.")
 
 
 @click.command()
 @click.argument("source", type=click.Path(path_type=Path))
-@_data_dir_option
+@_folder_options
 @json_option
 def restore(source: Path, data_dir: Path | None, as_json: bool) -> None:
     """Put a backup into an empty data folder, once it was checked."""
     from inferscale.operations.backup import restore as put_back
 
-    restored = put_back(source, data_dir or default_data_dir())
+    restored = put_back(source, data_dir or default_data_dir(), encryption_key())
     emit(_jsonable(restored)) if as_json else click.echo(restored.path)
     say(f"{restored.num_facts} facts, {restored.size_bytes} bytes.")
 
@@ -121,13 +132,49 @@ def reembed(data_dir: Path | None, embedder: str | None, embedder_device: str, a
 
     folder = data_dir or default_data_dir()
     opened = open_embedder(embedder, embedder_device, say)
-    done = embed_anew(folder, opened, lambda progress: say(f"{progress.num_done} of {progress.num_facts}"))
+    done = embed_anew(
+        folder,
+        opened,
+        lambda progress: say(f"{progress.num_done} of {progress.num_facts}"),
+        key=encryption_key(),
+    )
     if as_json:
         emit({**done._asdict(), "embedder": opened.name})
     elif done.is_new:
         click.echo(f"{done.num_facts} facts have vectors of {opened.name}.")
     else:
         click.echo(f"Nothing to do: the vectors are of {opened.name}.")
+
+
+@click.command()
+@_folder_options
+@click.option(
+    "--new-key-file",
+    type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    help="File with the new key, or - for standard input.",
+)
+@click.option("--no-encryption", is_flag=True, help="Store in plain from now on, instead of with a new key.")
+@json_option
+def rekey(data_dir: Path | None, new_key_file: Path | None, no_encryption: bool, as_json: bool) -> None:
+    """Encrypt a data folder, change its key, or end its encryption.
+
+    Stop what uses the folder first. It needs room for a second catalog. KV on disk is removed and made again.
+    Killed, it leaves the folder as it was or done. Backups keep the key that they were made with.
+    """
+    from inferscale.operations.rekey import rekey as change_key
+
+    if (new_key_file is None) is not no_encryption:
+        raise InvalidInput("Give either --new-key-file, or --no-encryption.")
+    changed = change_key(data_dir or default_data_dir(), encryption_key(), _new_key(new_key_file))
+    emit(_jsonable(changed)) if as_json else click.echo(changed.path)
+    state = "encrypted with the new key" if changed.is_encrypted else "not encrypted any more"
+    say(f"{changed.num_facts} facts, {state}.")
+
+
+def _new_key(path: Path | None) -> EncryptionKey | None:
+    if path is None:
+        return None
+    return read_key(sys.stdin.read(), "standard input") if str(path) == "-" else read_key_file(path)
 
 
 def _asked(url: str, variable: str | None, scope: Scope) -> Numbers:
@@ -138,7 +185,7 @@ def _asked(url: str, variable: str | None, scope: Scope) -> Numbers:
     if variable and not key:
         raise InvalidInput(f"The environment variable {variable}, named by --api-key-env, is not set.")
     with Client(url, key or None) as client:
-        return client.stats(user_id=scope.user_id, agent_id=scope.agent_id, run_id=scope.run_id)
+        return client.stats(**scope.ids())
 
 
 def _show(found: Audit) -> None:

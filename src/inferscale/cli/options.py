@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from inferscale.config import AUTO, DEFAULT_POOL_BYTES, ConnectorConfig, MemoryConfig, default_data_dir
+from inferscale.encryption import EncryptionKey, find_key
 from inferscale.errors import InvalidConfig, InvalidInput
+from inferscale.facts import ScopeIds
 from inferscale.filters import read_filter
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -20,17 +23,55 @@ COUNT = click.IntRange(min=0)
 POSITIVE = click.IntRange(min=1)
 
 
-def scope_options(command: F) -> F:
-    """--user-id, --agent-id, --run-id."""
+def scope_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """--user-id, --agent-id and --run-id, which the command gets as `ids`."""
+
+    @wraps(command)
+    def with_ids(
+        *given: Any, user_id: str | None, agent_id: str | None, run_id: str | None, **options: Any
+    ) -> Any:
+        ids = ScopeIds(user_id=user_id, agent_id=agent_id, run_id=run_id)
+        return command(*given, ids=ids, **options)
+
     for name, what in (("run", "run or session"), ("agent", "agent"), ("user", "user")):
-        command = click.option(f"--{name}-id", metavar="ID", help=f"The {what} that the facts belong to.")(
-            command
+        with_ids = click.option(f"--{name}-id", metavar="ID", help=f"The {what} that the facts belong to.")(
+            with_ids
         )
-    return command
+    return with_ids
+
+
+_KEY_FILE = "inferscale.encryption_key_file"
+
+
+def key_file_option(command: F) -> F:
+    """--encryption-key-file, which `encryption_key_file` and `encryption_key` read."""
+    return click.option(
+        "--encryption-key-file",
+        type=click.Path(dir_okay=False, path_type=Path),
+        expose_value=False,
+        callback=_keep_key_file,
+        help="File with the key of an encrypted data folder. Default: $INFERSCALE_ENCRYPTION_KEY.",
+    )(command)
+
+
+def _keep_key_file(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:
+    context.meta[_KEY_FILE] = value
+
+
+def encryption_key_file() -> Path | None:
+    """As given to the command that runs."""
+    context = click.get_current_context(silent=True)
+    return None if context is None else context.meta.get(_KEY_FILE)
+
+
+def encryption_key() -> EncryptionKey | None:
+    """Of the data folder of the command that runs; None: it is not encrypted."""
+    return find_key(encryption_key_file())
 
 
 def memory_options(command: F) -> F:
-    """--data-dir and --embedder."""
+    """--data-dir, --encryption-key-file and --embedder."""
+    command = key_file_option(command)
     command = click.option(
         "--embedder",
         metavar="MODEL",
@@ -112,8 +153,8 @@ def json_option(command: F) -> F:
 def memory_config(data_dir: Path | None, embedder: str | None, *, has_engine: bool = False) -> MemoryConfig:
     """has_engine: whether the command starts one. Without, a GPU is not worth the start of CUDA, and
     another process's engine may fill it."""
-    folder = data_dir or default_data_dir()
-    return MemoryConfig(folder, embedder) if has_engine else MemoryConfig(folder, embedder, "cpu")
+    folder, device = data_dir or default_data_dir(), AUTO if has_engine else "cpu"
+    return MemoryConfig(folder, embedder, device, encryption_key_file=encryption_key_file())
 
 
 def read_text(argument: str | None, what: str) -> str:

@@ -8,22 +8,32 @@ import socket
 import sys
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
 from inferscale.cli.engine import prepare_engine
-from inferscale.cli.options import COUNT, POSITIVE, memory_options, read_size, read_tier_size
+from inferscale.cli.options import (
+    COUNT,
+    POSITIVE,
+    encryption_key,
+    encryption_key_file,
+    memory_options,
+    read_size,
+    read_tier_size,
+)
 from inferscale.cli.output import say
 from inferscale.config import (
     AUTO,
     DEFAULT_POOL_BYTES,
     KV_FOLDER,
     ConnectorConfig,
+    PoolDtype,
     ServerConfig,
     default_data_dir,
     default_runtime_dir,
 )
+from inferscale.encryption import check_installed
 from inferscale.runtime.folder_lock import remove_stale_runtime_dirs
 
 _DEFAULT = ServerConfig()
@@ -55,6 +65,14 @@ class _Serve(click.Command):
     callback=read_size,
     help="Memory for the facts' KV on each worker, such as 512MiB or 2GB. auto: a quarter of what the model "
     f"leaves on a GPU, {DEFAULT_POOL_BYTES // 2**30}GiB elsewhere.",
+)
+@click.option(
+    "--pool-dtype",
+    type=click.Choice(get_args(PoolDtype)),
+    default=ConnectorConfig.pool_dtype,
+    show_default=True,
+    help="How the facts' KV is kept: as vLLM's cache keeps it, or with a byte an element, in half the room "
+    "and not exactly.",
 )
 @click.option(
     "--host-size",
@@ -136,6 +154,7 @@ def serve(
     embedder: str | None,
     embedder_device: str,
     pool_size: int | None,
+    pool_dtype: PoolDtype,
     host_size: int,
     disk_size: int,
     window: int,
@@ -160,7 +179,8 @@ def serve(
     Set VLLM_API_KEY to an API key to answer other machines; without one, only this machine is answered.
     vLLM's flag --api-key works too, but every user of the machine can read it in the process list.
     """
-    environment = dict(os.environ)
+    environment, key_file = dict(os.environ), encryption_key_file()
+    _check_key(data_dir or default_data_dir())
     prepare_engine(verbose=False)  # for this process, which asks vLLM for the GPUs; the server's is as it was
     from inferscale.serve_command import serve_command
 
@@ -169,9 +189,11 @@ def serve(
         vllm_flags,
         ConnectorConfig(
             pool_size_bytes=AUTO if pool_size is None else pool_size,
+            pool_dtype=pool_dtype,
             host_size_bytes=host_size,
             disk_size_bytes=disk_size,
             disk_dir=str((data_dir or default_data_dir()).absolute() / KV_FOLDER) if disk_size else None,
+            encryption_key_file=None if key_file is None else str(key_file.absolute()),
             injection_path=injection_path,
         ),
         ServerConfig(
@@ -204,6 +226,18 @@ def serve(
     sys.stdout.flush()
     sys.stderr.flush()
     os.execvpe(command.arguments[0], command.arguments, {**environment, **command.environment})
+
+
+def _check_key(data_dir: Path) -> None:
+    """Refused here, not after the model was loaded."""
+    from inferscale.catalog import CATALOG_FILE
+    from inferscale.catalog.copies import check_key
+
+    key = encryption_key()
+    if key is not None:
+        check_installed()
+    if (data_dir / CATALOG_FILE).is_file():
+        check_key(data_dir / CATALOG_FILE, key)
 
 
 def _check_free(host: str, port: int) -> None:

@@ -12,7 +12,7 @@ from inferscale.catalog import Imported
 from inferscale.cli.options import POSITIVE, json_option, memory_config, memory_options, scope_options
 from inferscale.cli.output import emit, say
 from inferscale.errors import InvalidInput
-from inferscale.facts import Scope
+from inferscale.facts import Scope, ScopeIds
 from inferscale.memory import Memory
 from inferscale.transfer import Item, export_facts, import_facts, read_source
 from inferscale.transfer.moves import DEFAULT_BATCH
@@ -31,9 +31,7 @@ _PROGRESS_EVERY_S = 1.0
 def export(
     of_all: bool,
     with_history: bool,
-    user_id: str | None,
-    agent_id: str | None,
-    run_id: str | None,
+    ids: ScopeIds,
     data_dir: Path | None,
     embedder: str | None,
 ) -> None:
@@ -41,9 +39,9 @@ def export(
 
     `inferscale import` reads them. Vectors and KV are none of it: they are made again.
     """
-    if of_all == any((user_id, agent_id, run_id)):
+    if of_all == any(ids.values()):
         raise InvalidInput("Give either --all, or at least one of --user-id, --agent-id and --run-id.")
-    scope = Scope() if of_all else read_scope(user_id, agent_id, run_id)
+    scope = Scope() if of_all else read_scope(**ids)
     num_facts = 0
     with Memory(memory_config(data_dir, embedder)) as memory:
         for record in export_facts(memory, scope, with_history=with_history):
@@ -76,9 +74,7 @@ def import_(
     batch_size: int,
     history_db: str | None,
     collection: str | None,
-    user_id: str | None,
-    agent_id: str | None,
-    run_id: str | None,
+    ids: ScopeIds,
     data_dir: Path | None,
     embedder: str | None,
     as_json: bool,
@@ -91,9 +87,9 @@ def import_(
 
     A fact that is there already, by its id, is passed over, so an import can be run again.
     """
-    owner = Scope(user_id, agent_id, run_id)
+    owner = Scope(**ids)
     if not owner.is_empty():
-        read_scope(user_id, agent_id, run_id)
+        read_scope(**ids)
     done = Imported(0, 0, 0)
     with Memory(memory_config(data_dir, embedder)) as memory:
         for source in sources:

@@ -9,7 +9,7 @@ import click
 from inferscale.cli.engine import open_llm, say_budget, show_progress
 from inferscale.cli.options import json_option, memory_config, memory_options, model_options, scope_options
 from inferscale.cli.output import emit
-from inferscale.facts import Scope
+from inferscale.facts import Scope, ScopeIds
 from inferscale.turns import read_scope
 
 
@@ -19,9 +19,7 @@ from inferscale.turns import read_scope
 @model_options
 @json_option
 def warm(
-    user_id: str | None,
-    agent_id: str | None,
-    run_id: str | None,
+    ids: ScopeIds,
     data_dir: Path | None,
     embedder: str | None,
     model: str | None,
@@ -35,13 +33,13 @@ def warm(
     The windows are recorded in the data folder. The KV itself lives in the engine and ends with
     this command; `inferscale chat` warms by itself when it is used for a talk.
     """
-    scope = Scope(user_id, agent_id, run_id)
+    scope = Scope(**ids)
     if not scope.is_empty():
-        read_scope(user_id, agent_id, run_id)
+        read_scope(**ids)
     memory = memory_config(data_dir, embedder, has_engine=True)
     with open_llm(model, memory, pool_size, max_model_len=max_model_len, verbose=verbose) as llm:
         say_budget(llm)
-        result = llm.warm(user_id=user_id, agent_id=agent_id, run_id=run_id, progress=show_progress)
+        result = llm.warm(**ids, progress=show_progress)
         stats = llm.stats()
         num_facts = llm.memory.catalog.count(scope)
     report = {

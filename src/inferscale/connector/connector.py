@@ -26,13 +26,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from inferscale.config import connector_config
 from inferscale.connector import compat
+from inferscale.connector.disk_formats import remove_unused
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.scheduler import SchedulerSide
 from inferscale.connector.tiering import open_tiering
 from inferscale.connector.worker import WorkerSide
+from inferscale.encryption import find_key
 from inferscale.errors import InvalidConfig, UnsupportedLayout
 from inferscale.plan import WIRE_KEY
 from inferscale.pool.disk import DiskStore, format_name
+from inferscale.pool.row_format import RowFormat
+from inferscale.pool.sealing import Sealing
 from inferscale.pool.slab import num_pages
 from inferscale.pool.table import PageTable
 from inferscale.runtime.folder_lock import FolderLock
@@ -86,13 +90,14 @@ class InferScaleConnector(KVConnectorBase_V1):
         _share_vllm_log()
         with recorded(self._runtime_dir):
             self._cache = compat.cache_shape(vllm_config, kv_cache_config)
+            self._format = RowFormat(self._cache.token, self._cache.dtype, self.config.pool_dtype)
             if role == KVConnectorRole.SCHEDULER:
                 self._start_scheduler()
 
     def _start_scheduler(self) -> None:
-        pages = num_pages(self.config.size_bytes, self.config.page_size_tokens, self._cache.token_size_bytes)
+        pages = num_pages(self.config.size_bytes, self.config.page_size_tokens, self._format.row_bytes)
         if pages == 0:
-            page = self.config.page_size_tokens * self._cache.token_size_bytes
+            page = self.config.page_size_tokens * self._format.row_bytes
             raise InvalidConfig(
                 f"pool_size_bytes is {self.config.size_bytes}; one page of {self.config.page_size_tokens} "
                 f"tokens of this model needs {page} bytes. Set pool_size_bytes to at least {64 * page}."
@@ -105,7 +110,7 @@ class InferScaleConnector(KVConnectorBase_V1):
             raise
 
     def _serve(self, pages: int) -> None:
-        table = PageTable(pages, self.config.page_size_tokens)
+        table = PageTable(pages, self.config.page_size_tokens, self.config.max_share)
         model = compat.model_fingerprint(self._vllm_config)
         self.scheduler = SchedulerSide(
             table,
@@ -114,6 +119,8 @@ class InferScaleConnector(KVConnectorBase_V1):
             secret=load_secret(self._runtime_dir),
             tiering=open_tiering(self.config, table, self._store(model, 0), self._num_ranks),
         )
+        if self.config.disk_bytes:
+            remove_unused(self._store(model, 0).folder.parent)
         self._server = ResidencyServer(self._runtime_dir, self.scheduler.answer)
 
     @property
@@ -122,9 +129,12 @@ class InferScaleConnector(KVConnectorBase_V1):
 
     def _store(self, model: str, rank: int) -> DiskStore:
         """The segments of one rank on disk; of use only where there is room for any."""
-        token_bytes = self._cache.token_size_bytes
+        row_bytes = self._format.row_bytes
         folder = Path(self.config.disk_dir or ".")
-        return DiskStore(folder, format_name(model, token_bytes, self._num_ranks), rank, token_bytes)
+        key = find_key(self.config.encryption_key_file) if self.config.disk_bytes else None
+        sealing = None if key is None else Sealing(key)
+        name = format_name(f"{model}/{self._format.name}", row_bytes, self._num_ranks, sealing)
+        return DiskStore(folder, name, rank, row_bytes, sealing)
 
     # scheduler side ---------------------------------------------------------------------------
 
@@ -235,12 +245,11 @@ class InferScaleConnector(KVConnectorBase_V1):
             self._opened_store() if self.config.disk_bytes else None,
         )
         # Both sides count pages by this size: orders must not name rows that a worker does not have.
-        size = self.worker.slab.shape.num_elements * self.worker.dtype.itemsize
-        if size != self._cache.token_size_bytes:
+        size = self.worker.slab.format.row_bytes
+        if size != self._format.row_bytes:
             raise UnsupportedLayout(
-                f"One token takes {size} bytes in the layers of this worker, but "
-                f"{self._cache.token_size_bytes} by vLLM's cache configuration; InferScale needs the "
-                "same layers on both sides."
+                f"One token takes {size} bytes in the layers of this worker, but {self._format.row_bytes} by "
+                "vLLM's cache configuration; InferScale needs the same layers on both sides."
             )
 
     def _opened_store(self) -> DiskStore:

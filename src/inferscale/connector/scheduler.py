@@ -19,6 +19,7 @@ wraps every hook; see `connector.py`.
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -26,7 +27,7 @@ from typing import Any
 from inferscale.connector.locate import NO_RUN, Run, leading_run, locate
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.state import Counters, RequestState, outcome_of, sizes_of
-from inferscale.connector.tiering import Tiering
+from inferscale.connector.tiering import Tiering, Wait
 from inferscale.errors import PlanRejected
 from inferscale.plan import Order, Plan, from_wire, salt_of
 from inferscale.pool.moves import Moves, MovesBuilder
@@ -84,6 +85,8 @@ class SchedulerSide:
             return 0
         state.match = NO_RUN
         state.match_start = num_computed
+        if state.plan.order is not None:
+            return None if self._waits(state, num_computed) else 0
         if not state.can_inject or state.placement is None:
             return 0
         if self._is_stale(state.plan):  # forgotten since it was admitted: before a resume, or while it waited
@@ -104,11 +107,21 @@ class SchedulerSide:
             return False
         if not state.has_waited:
             state.has_waited = True
-            assert state.placement is not None
-            state.wait = self.tiering.prepare(state.placement, num_computed)
+            if state.plan.order is not None:
+                state.wait = self._prefetch(self.tiering, state.plan.order)
+            else:
+                assert state.placement is not None
+                state.wait = self.tiering.prepare(state.placement, num_computed, state.plan.scope)
         if state.wait is not None and self.tiering.is_over(state.wait):
             state.wait = None
         return state.wait is not None
+
+    def _prefetch(self, tiering: Tiering, order: Order) -> Wait | None:
+        """Nothing where a scope's memory changed after the order was made, as with a plan."""
+        is_stale = any(epoch < self._epochs.get(scope, 0) for scope, epoch in order.epochs)
+        if order.op != "prefetch" or is_stale:
+            return None
+        return tiering.prefetch(order.keys, order.epochs[0][0] if order.epochs else "")
 
     def _state_of(self, request: Any) -> RequestState | None:
         request_id = request.request_id
@@ -208,7 +221,9 @@ class SchedulerSide:
         orders.failed_blocks = self._take_broken_blocks(scheduler_output)
         # Workers inject, then zero, then capture: a page may be read, and be taken again, in this very step.
         orders.zero_pages = self.table.take_freed_pages()
-        orders.tiers = None if self.tiering is None else self.tiering.take_orders()
+        if self.tiering is not None:
+            self.tiering.pace.note_step(scheduler_output.total_num_scheduled_tokens, time.monotonic())
+            orders.tiers = self.tiering.take_orders()
         self._claims.clear()
         # Only captures need a report; a step without tokens is not even reported by every model runner.
         if writing:
@@ -275,8 +290,11 @@ class SchedulerSide:
                     continue
                 state.captured.add(span.key)
                 if self.table.holds(span.key):
+                    known = self.table.get(span.key)
+                    if known is not None and known.is_resident:
+                        self.table.touch([known])  # not to make room for what is captured behind it
                     continue
-                entry = self.table.reserve(span.key, span.end - span.start)
+                entry = self.table.reserve(span.key, span.end - span.start, owner=state.plan.scope)
                 if entry is None:
                     self.counters.captures_without_room += 1
                     continue
@@ -291,6 +309,8 @@ class SchedulerSide:
     def _execute(self, order: Order) -> dict[str, Any]:
         if order.op == "stats":
             return self.stats()
+        if order.op == "prefetch":
+            return {"resident": sum(map(self.table.is_resident, order.keys))}
         for scope, epoch in order.epochs:
             self._epochs[scope] = max(epoch, self._epochs.get(scope, 0))
         if self.tiering is not None:
@@ -385,6 +405,8 @@ class SchedulerSide:
         op = question.get("op")
         if op == "residency":
             return {"resident": [self._has(key) for key in question["keys"]]}
+        if op == "below":
+            return {"below": [self._is_below(key) for key in question["keys"]]}
         if op == "keys":
             tiers = () if self.tiering is None else self.tiering.tiers
             return {"keys": next((tier.all_keys() for tier in tiers if tier.name == question["tier"]), [])}
@@ -397,13 +419,16 @@ class SchedulerSide:
             return {"stats": self.stats()}
         if op == "engine":
             return {"engine": {"model": self.model}}
-        raise ValueError(f"unknown op {op!r}; known are residency, keys, outcome, stats and engine")
+        raise ValueError(f"unknown op {op!r}; known are residency, below, keys, outcome, stats and engine")
 
     def _has(self, key: str) -> bool:
         """Whether a request can have this segment's KV: from the pool, or from below it."""
         return self.table.is_resident(key) or (
             self.tiering is not None and self.tiering.find(key) is not None
         )
+
+    def _is_below(self, key: str) -> bool:
+        return self.tiering is not None and self.tiering.is_below(key)
 
     def reset(self) -> None:
         """Forget all segments (vLLM's `reset_prefix_cache(reset_connector=True)`)."""

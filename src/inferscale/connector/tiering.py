@@ -3,9 +3,11 @@
     captured ──▶ save ordered with the capture ──▶ saved on all ranks: may be loaded from now on
     request  ──▶ `prepare`: pages for what its prompt can use and lies below ──▶ it waits (vLLM asks again
                  in every step) ──▶ loaded on all ranks: committed; the request is matched as any other
+    order    ──▶ `prefetch`: the same for what requests may ask for next; only the order itself waits
 
-What cannot be loaded, or not in time, is prefilled: a request waits at most `MAX_WAIT_S`, and for each
-segment once. Called from the engine's scheduler thread, except `find`.
+What cannot be loaded, or not in time, is prefilled: a request waits at most `MAX_WAIT_S`, for each segment
+once, and not at all where it would be prefilled sooner (`pace`): then the loads are for the next one. Called
+from the engine's scheduler thread, except `find`.
 """
 
 from __future__ import annotations
@@ -13,10 +15,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from inferscale.config import ConnectorConfig
+from inferscale.config import ConnectorConfig, TierWait
 from inferscale.connector.locate import Placement
+from inferscale.connector.pace import Pace
 from inferscale.errors import EngineError, InvalidConfig
 from inferscale.pool.disk import DiskStore, Listed
 from inferscale.pool.table import Entry, PageTable
@@ -26,6 +29,7 @@ from inferscale.pool.tiers import (
     Drop,
     Load,
     Save,
+    Saved,
     Tier,
     TierAnswers,
     TierName,
@@ -39,27 +43,36 @@ logger = logging.getLogger(__name__)
 MAX_WAIT_S = 10.0
 """A request waits no longer for segments: by then they would have been computed."""
 
+PREFETCH_SHARE = 0.25
+"""Of the pool's pages, what one order may load ahead of requests."""
+
 
 @dataclass
 class _Loading:
-    """source: the tier that is read. kept: also going into host memory. is_forgotten: meanwhile."""
+    """source: the tier that is read. kept: also going into host memory. is_forgotten: meanwhile. is_ahead: no
+    request asked for it when it was ordered."""
 
     source: Tier
     kept: bool
     start_s: float
     is_forgotten: bool = False
+    is_ahead: bool = False
 
 
 @dataclass
 class Wait:
-    """What one request waits for. keys: all that was asked for it; until_s: at the latest."""
+    """What one request waits for. keys: all that was asked for it; until_s: at the latest. size_bytes: by
+    tier, where all of it was ordered for this request."""
 
     keys: frozenset[str]
     until_s: float
+    size_bytes: dict[TierName, int] = field(default_factory=dict)
+    start_s: float = field(default_factory=time.monotonic)
 
 
 class Tiering:
-    """tiers: nearest first. size_of: bytes that a segment of so many tokens takes in a tier, on each rank."""
+    """tiers: nearest first. size_of: bytes that a segment of so many tokens takes in a tier, on each rank.
+    wait: whether requests wait for loads, as in `ConnectorConfig.tier_wait`."""
 
     def __init__(
         self,
@@ -67,17 +80,22 @@ class Tiering:
         tiers: list[Tier],
         size_of: Callable[[TierName, int], int],
         num_ranks: int,
+        wait: TierWait = "auto",
     ) -> None:
         self.table = table
         self.tiers = tiers
         self._size_of = size_of
-        self._saved = Answers(num_ranks)
-        self._loaded = Answers(num_ranks)
+        self._wait = wait
+        self._saved: Answers[Saved] = Answers(num_ranks)
+        self._loaded: Answers[str] = Answers(num_ranks)
+        self._num_saves = 0
         self._loading: dict[str, _Loading] = {}
         self._orders = TierOrders()
         self.lock: FolderLock | None = None
+        self.pace = Pace()
         self.loads_failed = 0
         self.saves_failed = 0
+        self.waits_refused = 0
 
     def find(self, key: str, num_tokens: int | None = None) -> Tier | None:
         """The nearest tier that a segment can be loaded from. Safe from any thread."""
@@ -89,37 +107,96 @@ class Tiering:
 
     # up ---------------------------------------------------------------------------------------
 
-    def prepare(self, placement: Placement, num_computed: int) -> Wait | None:
+    def prepare(self, placement: Placement, num_computed: int, owner: str = "") -> Wait | None:
         """Order the loads that this prompt can use; None where nothing has to be waited for.
 
-        It can use what continues the leading run: behind the first segment that is nowhere nothing is.
+        It can use what continues the leading run: behind the first segment that is nowhere, or finds no room,
+        nothing is. Room is made of what other prompts left, then of the end of this one. owner: of the share
+        of the pool that is taken.
         """
-        missing: list[tuple[str, int]] = []
-        resident: list[Entry] = []
+        needed: list[tuple[str, int, Entry | None]] = []
         for key, length, end in zip(placement.keys, placement.lengths, placement.ends, strict=True):
             if end <= num_computed:
                 continue
             entry = self.table.get(key)
             if entry is not None and entry.is_resident and entry.num_tokens == length:
-                resident.append(entry)
+                needed.append((key, length, entry))
             elif key in self._loading or self.find(key, length) is not None:
-                missing.append((key, length))
+                needed.append((key, length, None))
             else:
                 break
-        if not missing:
+        resident = [entry for _, _, entry in needed if entry is not None]
+        if len(resident) == len(needed):
             return None
-        self.table.touch(resident)  # room is not made of what the same prompt needs
-        waited = [key for key, length in missing if key in self._loading or self._load(key, length)]
-        return Wait(frozenset(waited), time.monotonic() + MAX_WAIT_S) if waited else None
+        self.table.touch(resident[::-1])
+        num_kept = num_tokens = 0
+        is_own = True
+        waited: list[str] = []
+        size_bytes: dict[TierName, int] = {}
+        for key, length, entry in needed:
+            if entry is not None and entry.is_resident:
+                num_kept += entry.num_pages
+            elif entry is None and (key in self._loading or self._load(key, length, num_kept, owner)):
+                is_own &= bool(self._orders.loads) and self._orders.loads[-1].key == key
+                waited.append(key)
+                num_tokens += length
+                source = self._loading[key].source.name
+                size_bytes[source] = size_bytes.get(source, 0) + self._size_of(source, length)
+            else:
+                break
+        if not waited:
+            return None
+        is_worth_it = self._wait == "always" or (
+            self._wait == "auto" and self.pace.is_worth_waiting(num_tokens, size_bytes)
+        )
+        if not is_worth_it:
+            self.waits_refused += 1
+            return None
+        return Wait(frozenset(waited), time.monotonic() + MAX_WAIT_S, size_bytes if is_own else {})
+
+    def is_below(self, key: str) -> bool:
+        """Whether a segment has to be loaded before it can be injected, and can be. Safe from any thread."""
+        return not self.table.holds(key) and self.find(key) is not None
+
+    def prefetch(self, keys: Iterable[str], owner: str) -> Wait | None:
+        """Order the loads of what lies below, in this order and as far as there is room.
+
+        Room is made of what none of the keys has. owner: whose share of the pool is taken. Only what waits
+        makes an idle engine take the steps that bring the answers.
+        """
+        wanted = list(dict.fromkeys(keys))
+        there = [entry for entry in map(self.table.get, wanted) if entry is not None and entry.is_resident]
+        self.table.touch(there[::-1])
+        num_kept = sum(entry.num_pages for entry in there)
+        num_pages = int(PREFETCH_SHARE * self.table.num_pages)
+        loading: list[str] = []
+        for key in wanted:
+            tier = self.find(key)
+            copy = None if tier is None else tier.get(key)
+            if copy is None or self.table.holds(key):
+                continue
+            num_pages -= -(-copy.num_tokens // self.table.page_size_tokens)
+            if num_pages < 0 or not self._load(key, copy.num_tokens, num_kept, owner):
+                break
+            self._loading[key].is_ahead = True
+            loading.append(key)
+        return Wait(frozenset(loading), time.monotonic() + MAX_WAIT_S) if loading else None
 
     def is_over(self, wait: Wait) -> bool:
-        return self._loading.keys().isdisjoint(wait.keys) or time.monotonic() > wait.until_s
+        """Whether all has come, or no more is waited for."""
+        now_s = time.monotonic()
+        if self._loading.keys().isdisjoint(wait.keys):
+            if len(wait.size_bytes) == 1:
+                [(tier, size_bytes)] = wait.size_bytes.items()
+                self.pace.note_load(tier, size_bytes, now_s - wait.start_s)
+            return True
+        return now_s > wait.until_s
 
-    def _load(self, key: str, num_tokens: int) -> bool:
+    def _load(self, key: str, num_tokens: int, num_kept_pages: int, owner: str) -> bool:
         tier = self.find(key, num_tokens)
         if tier is None or self.table.holds(key):
             return False
-        entry = self.table.reserve(key, num_tokens)
+        entry = self.table.reserve(key, num_tokens, num_kept_pages, owner)
         if entry is None:
             return False
         copy = tier.get(key)
@@ -134,19 +211,25 @@ class Tiering:
 
     def save(self, entry: Entry, origin: int, owner: str) -> None:
         """Order copies of a segment that this step captures, where no tier has one."""
+        self._num_saves += 1
+        number = self._num_saves
         names = [
-            tier.name for tier in self.tiers if self._admit(tier.name, entry.key, entry.num_tokens, owner)
+            tier.name
+            for tier in self.tiers
+            if self._admit(tier.name, entry.key, entry.num_tokens, owner, number)
         ]
         if names:
-            self._orders.saves.append(Save(entry.key, entry.packed_rows, origin, tuple(names)))
+            self._orders.saves.append(Save(entry.key, entry.packed_rows, origin, tuple(names), number))
 
     def restore(self, found: Iterable[Listed]) -> None:
         """Note what lies on disk, least recently used first; whose it is, nobody knows any more."""
         disk = next(tier for tier in self.tiers if tier.name == "disk")
+        gone: list[str] = []
         for file in found:
             evicted = disk.admit(Copy(file.key, file.num_tokens, file.size_bytes, "", is_ready=True))
-            self._orders.drops.append(Drop("disk", tuple([file.key] if evicted is None else evicted)))
-        self._orders.drops = [drop for drop in self._orders.drops if drop.keys]
+            gone += [file.key] if evicted is None else evicted
+        if gone:
+            self._orders.drops.append(Drop("disk", tuple(gone)))
 
     def cancel_saves(self, keys: Iterable[str]) -> None:
         """Their capture was not ordered after all."""
@@ -155,13 +238,14 @@ class Tiering:
         self._orders.saves = [save for save in self._orders.saves if save.key not in gone]
         self.forget(cancelled)
 
-    def _admit(self, name: TierName, key: str, num_tokens: int, owner: str) -> bool:
+    def _admit(self, name: TierName, key: str, num_tokens: int, owner: str, save: int = 0) -> bool:
         for tier in self.tiers:
             if tier.name == name:
-                copy = Copy(key, num_tokens, self._size_of(name, num_tokens), owner)
+                copy = Copy(key, num_tokens, self._size_of(name, num_tokens), owner, save=save)
                 evicted = tier.admit(copy)
                 if evicted:
                     self._orders.drops.append(Drop(name, tuple(evicted)))
+                    self._orders.saves = _without(self._orders.saves, name, evicted)
                 return evicted is not None
         return False
 
@@ -176,14 +260,17 @@ class Tiering:
 
     def complete(self, answers: TierAnswers) -> None:
         """What ranks have carried out, in this step or before."""
-        for key, is_good in self._saved.note(answers.saved, answers.not_saved):
+        for saved, is_good in self._saved.note(answers.saved, answers.not_saved):
+            self.saves_failed += not is_good
+            tier = next(tier for tier in self.tiers if tier.name == saved.tier)
+            copy = tier.get(saved.key)
+            if copy is None or copy.save != saved.number:  # gone meanwhile, or being saved again
+                continue
             if is_good:
-                for tier in self.tiers:
-                    if key not in self._loading:
-                        tier.ready(key)
+                tier.ready(saved.key)
             else:
-                self.saves_failed += 1
-                self.forget([key])
+                tier.remove(saved.key)
+                self._orders.drops.append(Drop(tier.name, (saved.key,)))
         for key, is_good in self._loaded.note(answers.loaded, answers.not_loaded):
             self._complete_load(key, is_good)
 
@@ -196,10 +283,15 @@ class Tiering:
             copy.is_loading = False
         if is_good:
             self.table.commit(key)
-            loading.source.use(key)
-            loading.source.load_s += time.monotonic() - loading.start_s
+            if loading.is_ahead:
+                loading.source.use_ahead(key)
+            else:
+                loading.source.use(key)
+                loading.source.load_s += time.monotonic() - loading.start_s
             for tier in self.tiers:
-                tier.ready(key)
+                kept = tier.get(key)
+                if kept is not None and not kept.save:
+                    tier.ready(key)
         else:
             self.loads_failed += 1
             self.table.abandon(key)
@@ -241,7 +333,18 @@ class Tiering:
             "tier_loads_failed": self.loads_failed,
             "tier_saves_failed": self.saves_failed,
             "tier_loads_open": len(self._loading),
+            "tier_waits_refused": self.waits_refused,
         }
+
+
+def _without(saves: list[Save], name: TierName, keys: Iterable[str]) -> list[Save]:
+    """The saves of a step without those that make room for others of it: drops come before saves."""
+    gone = set(keys)
+    kept = [
+        save._replace(tiers=tuple(tier for tier in save.tiers if tier != name)) if save.key in gone else save
+        for save in saves
+    ]
+    return [save for save in kept if save.tiers]
 
 
 def open_tiering(
@@ -265,7 +368,7 @@ def open_tiering(
     def size_of(name: TierName, num_tokens: int) -> int:
         return store.size_of(num_tokens) if name == "disk" else num_tokens * store.token_bytes
 
-    tiering = Tiering(table, tiers, size_of, num_ranks)
+    tiering = Tiering(table, tiers, size_of, num_ranks, config.tier_wait)
     if lock is not None:
         tiering.lock = lock
         found = sorted(store.scan(), key=lambda file: file.used_s)

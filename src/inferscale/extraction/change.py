@@ -16,6 +16,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,10 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferscale.catalog import Added, Catalog, Deletion, ScopeEpoch
+from inferscale.catalog.expiry import ends_before
 from inferscale.catalog.results import SimilarFacts
 from inferscale.config import ExtractionConfig
-from inferscale.errors import ExtractionError
-from inferscale.extraction.llm import ExtractionModel
+from inferscale.errors import ExtractionError, InferScaleError, UnknownFact
+from inferscale.extraction.llm import ExtractionModel, asked
 from inferscale.extraction.prompts import (
     DECISION_TOKENS,
     MAX_FACT_CHARS,
@@ -88,7 +90,7 @@ class ScopeLocks:
 
 @dataclass(frozen=True)
 class Changer:
-    """label: what is embedded of a turn (`memory.embedding_text`)."""
+    """label: what is embedded of a turn (`search.embedding_text`)."""
 
     catalog: Catalog
     model: ExtractionModel
@@ -101,13 +103,21 @@ class Changer:
     def store(self, scope: Scope, facts: Sequence[Turn], raw: Sequence[Turn], warning: str | None) -> Added:
         """Decide on each fact in order and carry it out; store `raw` as it is, but not twice.
 
-        raw goes first: should a fact fail, everything that was said without one is there.
+        raw goes first: should a fact fail, everything that was said without one is there. Where facts before
+        it changed anything, the rest is left out with a warning: their keys have to be told.
         """
         outcomes = self._store_raw(scope, raw, warning) if raw else []
-        for turn in facts:
+        for place, turn in enumerate(facts):
             lock = self.locks.of(scope)
-            with lock.lock:
-                outcomes.append(self._remember(scope, turn))
+            try:
+                with lock.lock:
+                    outcomes.append(self._remember(scope, turn))
+            except InferScaleError as error:
+                if all(outcome.fact is None and outcome.retired is None for outcome in outcomes):
+                    raise
+                left = f"{len(facts) - place} of {len(facts)} facts were not stored: {error}"
+                warning = left if warning is None else f"{warning} {left}"
+                break
         retired = [outcome.retired for outcome in outcomes if outcome.retired is not None]
         keys = dict.fromkeys(key for deletion in retired for key in deletion.keys)
         epochs: dict[Scope, ScopeEpoch] = {
@@ -160,6 +170,8 @@ class Changer:
         meant = None if decision.place is None else similar.hits[decision.place].fact
         if decision.event == "NONE":
             assert meant is not None
+            if not self._outlives(meant, turn):
+                return None
             return _Outcome(ChangeEvent("NONE", meant.id, meant.text, None, decision.reason), None, None)
         stored: Turn | None = turn
         if decision.event == "DELETE":
@@ -189,6 +201,15 @@ class Changer:
             )
         return _Outcome(event, applied.fact if applied.is_new else None, applied.retired)
 
+    def _outlives(self, fact: Fact, turn: Turn) -> bool:
+        """Let a stored fact that says the same expire no sooner; False where it is not there any more."""
+        if not ends_before(fact, turn):
+            return True
+        with suppress(UnknownFact):
+            self.catalog.set_expiry(fact.id, turn.expires_at)
+            return True
+        return False
+
     def _decide(self, turn: Turn, similar: SimilarFacts) -> _Decision:
         if not similar.hits:
             return _Decision("ADD")
@@ -215,7 +236,7 @@ class Changer:
         schema = self.prompts.decision_schema(len(stored))
         for attempt in range(self.config.retries + 1):
             try:
-                answer = self.model.complete(messages, schema, DECISION_TOKENS, _WARMER if attempt else 0.0)
+                answer = asked(self.model, messages, schema, DECISION_TOKENS, _WARMER if attempt else 0.0)
                 return _read_decision(answer, turn, [fact.text for fact in stored])
             except ExtractionError as error:
                 _log.info(

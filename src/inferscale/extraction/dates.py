@@ -27,6 +27,8 @@ _NUMBER = rf"(?P<number>\d{{1,3}}|{'|'.join(_NUMBERS)})"
 _UNIT = r"(?P<unit>day|week|fortnight|month|year)s?"
 _PART = r"(?: (?:morning|afternoon|evening|night))?"
 _END = r"(?:['’]s)?\b"
+_GOES_ON = re.compile(r"\s{0,20}\([^)]{0,80}?\d| of (?!this\b)")
+"""A bracket with a number, or whose: then the words are left alone."""
 _COMES = r"(?:\b(?:will|won['’]t|shall|gonna|going to|due|leav(?:e|es|ing)|mov(?:e|es|ing)|arriv(?:e|es|ing)|"
 _COMES += r"start(?:s|ing)?|fly(?:ing)?|flies)\b|['’]ll\b)"
 
@@ -49,16 +51,18 @@ def day_text(day: date) -> str:
 def _with_date(
     match: re.Match[str], meaning: Callable[[re.Match[str], date], str | None], today: date
 ) -> str:
-    rest = match.string[match.end() :]
-    if re.match(r"\s*\([^)]*\d", rest) or re.match(r" of (?!this\b)", rest):
-        return match[0]
-    if match.string[: match.start()].rstrip().endswith("("):
+    # Bounded, so that a long text takes no more than its length.
+    if _GOES_ON.match(match.string, match.end()) or _before(match, 20).rstrip().endswith("("):
         return match[0]
     try:
         found = meaning(match, today)
     except OverflowError:  # before the year 1 or behind 9999
         return match[0]
     return match[0] if found is None else f"{match[0]} ({found})"
+
+
+def _before(match: re.Match[str], num_chars: int) -> str:
+    return match.string[max(0, match.start() - num_chars) : match.start()]
 
 
 # what words mean ------------------------------------------------------------------------------
@@ -100,7 +104,7 @@ def _counted(sign: int) -> Callable[[re.Match[str], date], str]:
 
 def _coming_count(match: re.Match[str], today: date) -> str | None:
     """Only where the sentence speaks of what is to come: `I wrote it in two days` says how long it took."""
-    sentence = re.split(r"[.!?\n]", match.string[: match.start()])[-1]
+    sentence = re.split(r"[.!?\n]", _before(match, 300))[-1]
     return _counted(1)(match, today) if re.search(_COMES, sentence, re.IGNORECASE) else None
 
 

@@ -17,16 +17,24 @@ from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any, NamedTuple
 
+from inferscale.catalog.rows import metadata_json
 from inferscale.config import ExtractionConfig
 from inferscale.dates import read_date
-from inferscale.errors import ExtractionError
+from inferscale.errors import ExtractionError, InvalidInput
 from inferscale.extraction.dates import day_text, resolve
-from inferscale.extraction.llm import ExtractionModel
-from inferscale.extraction.prompts import EXTRACTION_TOKENS, MAX_FACT_CHARS, MAX_FACTS, Line, Prompts
+from inferscale.extraction.llm import ExtractionModel, asked
+from inferscale.extraction.prompts import (
+    EXTRACTION_TOKENS,
+    MAX_FACT_CHARS,
+    MAX_FACTS,
+    MAX_METADATA_CHARS,
+    Line,
+    Prompts,
+)
 from inferscale.extraction.wording import plain, years
 from inferscale.facts import Turn
 from inferscale.prompt import HEADING, TAIL_HEADING
-from inferscale.turns import clean_text
+from inferscale.turns import clean_text, read_turns
 
 _log = logging.getLogger(__name__)
 
@@ -119,7 +127,7 @@ class Extractor:
         failure = ExtractionError("it was not asked.")
         for attempt in range(self.config.retries + 1):
             try:
-                answer = self.model.complete(messages, schema, EXTRACTION_TOKENS, _WARMER if attempt else 0.0)
+                answer = asked(self.model, messages, schema, EXTRACTION_TOKENS, _WARMER if attempt else 0.0)
                 found = _read_facts(answer, len(sources), years(told))
             except ExtractionError as error:
                 _log.info(
@@ -161,13 +169,25 @@ def _read_facts(answer: Mapping[str, Any], num_lines: int, known_years: frozense
         if not years(text) <= known_years:
             raise ExtractionError("the model's answer names a year that nobody said.")
         more = {name: value for name, value in fact.items() if name not in _READ_FIELDS}
+        _check_metadata(more)
         items.setdefault(plain(text), _Item(line, text, more))
     return sorted(items.values(), key=lambda item: item.line)
 
 
+def _check_metadata(metadata: dict[str, Any]) -> None:
+    """What a model says beside a fact is stored with it. Raises ExtractionError for what cannot be."""
+    try:
+        [turn] = read_turns(Turn("a fact", metadata=metadata))
+        if len(metadata_json(turn.metadata)) > MAX_METADATA_CHARS:
+            raise ExtractionError("the model's answer says too much beside a fact.")
+    except InvalidInput as error:
+        raise ExtractionError("the model's answer says something beside a fact that is no JSON.") from error
+
+
 def _turn_of(item: _Item, source: Turn, day: date | None) -> Turn:
+    """Metadata that the caller gave are not the model's to change."""
     text = item.text if day is None else resolve(item.text, day)
-    return replace(source, text=text, metadata={**source.metadata, **item.metadata})
+    return replace(source, text=text, metadata={**item.metadata, **source.metadata})
 
 
 def _without_recalled(talk: Sequence[Said]) -> list[Said]:

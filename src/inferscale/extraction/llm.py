@@ -34,6 +34,26 @@ class ExtractionModel(Protocol):
         ...
 
 
+def asked(
+    model: ExtractionModel,
+    messages: Sequence[Message],
+    schema: Mapping[str, Any],
+    max_tokens: int,
+    temperature: float,
+) -> Mapping[str, Any]:
+    """What a model answers. Raises ExtractionError whatever goes wrong in it: what was said must not be lost
+    for a model, which may be anybody's."""
+    try:
+        answer: object = model.complete(messages, schema, max_tokens, temperature)
+    except ExtractionError:
+        raise
+    except Exception as error:  # without its message, which may quote what was said
+        raise ExtractionError(f"the extraction model failed: {type(error).__name__}.") from error
+    if not isinstance(answer, Mapping):
+        raise ExtractionError(f"the model's answer is a {type(answer).__name__} and no object.")
+    return answer
+
+
 def read_object(text: str) -> dict[str, Any]:
     """The JSON object in a model's answer, which may stand in a code fence or behind other words.
 

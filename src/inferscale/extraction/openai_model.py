@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
+import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
 from inferscale.errors import ExtractionError, InvalidConfig
 from inferscale.extraction.llm import Message, read_object, with_schema
 
+_MAX_ANSWER_BYTES = 2**20
 _REFUSED = (400, 404, 415, 422, 501)
 """What servers answer that do not know `response_format`, or not with a schema."""
+
+
+class _Answer(NamedTuple):
+    status: int
+    content: bytes
 
 
 class OpenAIModel:
     """A model behind `base_url`, such as `http://127.0.0.1:8000/v1`.
 
-    api_key: sent as a bearer token. timeout_s: how long an answer may take. http_client: sends the requests
-    instead of one made here, and is then not closed here.
+    api_key: sent as a bearer token. timeout_s: how long an answer may take, checked whenever a piece of it
+    comes. http_client: sends the requests instead of one made here, and is then not closed here.
     """
 
     def __init__(
@@ -34,6 +42,7 @@ class OpenAIModel:
             raise InvalidConfig(f"base_url is {base_url!r}; give one such as 'http://127.0.0.1:8000/v1'.")
         self._url = base_url.rstrip("/") + "/chat/completions"
         self._model = model
+        self._timeout_s = timeout_s
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._is_own = http_client is None
         self._http = httpx.Client(timeout=timeout_s) if http_client is None else http_client
@@ -55,7 +64,7 @@ class OpenAIModel:
                 temperature,
                 response_format={"type": "json_schema", "json_schema": form},
             )
-            if response.status_code not in _REFUSED:
+            if response.status not in _REFUSED:
                 return _read(response)
         answer = _read(self._post(with_schema(messages, schema), max_tokens, temperature))
         self._takes_schemas = (
@@ -67,9 +76,7 @@ class OpenAIModel:
         if self._is_own:
             self._http.close()
 
-    def _post(
-        self, messages: Sequence[Message], max_tokens: int, temperature: float, **more: Any
-    ) -> httpx.Response:
+    def _post(self, messages: Sequence[Message], max_tokens: int, temperature: float, **more: Any) -> _Answer:
         body = {
             "model": self._model,
             "messages": [dict(message) for message in messages],
@@ -77,21 +84,31 @@ class OpenAIModel:
             "temperature": temperature,
             **more,
         }
+        end_s = time.monotonic() + self._timeout_s
+        content = bytearray()
         try:
-            return self._http.post(self._url, json=body, headers=self._headers)
+            with self._http.stream("POST", self._url, json=body, headers=self._headers) as response:
+                for piece in response.iter_bytes():  # httpx limits the time between two pieces only
+                    content += piece
+                    if time.monotonic() > end_s or len(content) > _MAX_ANSWER_BYTES:
+                        raise ExtractionError(
+                            f"the extraction model at {self._url} answers too slowly or too much; allowed "
+                            f"are {self._timeout_s:g} s and {_MAX_ANSWER_BYTES} bytes."
+                        )
         except httpx.HTTPError as error:
             raise ExtractionError(
                 f"the extraction model at {self._url} did not answer: {type(error).__name__}."
             ) from error
+        return _Answer(response.status_code, bytes(content))
 
 
-def _read(response: httpx.Response) -> dict[str, Any]:
-    if not response.is_success:
+def _read(response: _Answer) -> dict[str, Any]:
+    if not 200 <= response.status < 300:
         # Without the body, which may quote what was sent.
-        raise ExtractionError(f"the extraction model answered with HTTP {response.status_code}.")
+        raise ExtractionError(f"the extraction model answered with HTTP {response.status}.")
     try:
-        text = response.json()["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError) as error:
+        text = json.loads(response.content)["choices"][0]["message"]["content"]
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise ExtractionError("the extraction model's answer is no chat completion.") from error
     if not isinstance(text, str):
         raise ExtractionError("the extraction model's answer holds no text.")

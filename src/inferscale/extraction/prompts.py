@@ -20,6 +20,7 @@ DECISION_TOKENS = 256
 """Of an answer."""
 MAX_FACT_CHARS = 500
 MAX_REASON_CHARS = 200
+MAX_METADATA_CHARS = 2000
 MAX_FACTS = 30
 """Of one answer; a bound that keeps a small model from going on for ever."""
 
@@ -124,7 +125,8 @@ class Prompts:
     """Texts and schemas, each of which can be another.
 
     A schema of another must still ask for the fields that are read: `facts` with `line` and `text`, and
-    `nothing`; `event`, `id`, `text` and `reason`. What else it asks of a fact goes into its metadata.
+    `nothing`; `event`, `id`, `text` and `reason`. What else it asks of a fact goes into its metadata, beside
+    those that the caller gave.
     """
 
     extraction: str = EXTRACTION

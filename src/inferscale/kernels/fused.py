@@ -106,14 +106,14 @@ class FusedMover:
             "HEAD_STRIDE": geometry.head_stride,
             "ALIGN": _alignment(caches[0].element_size(), offsets),
             "BLOCK_HEADS": _power_of_two(heads),
-            "BLOCK_DIM": _power_of_two(dim),
         }
-        rest = dim - rotary.rotary_dim
+        part = rotary.rotary_dim if rotary.interleaved else rotary.rotary_dim // 2
         rotation = {
             "PAIRS": rotary.rotary_dim // 2,
             "INTERLEAVED": rotary.interleaved,
-            "BLOCK_PAIRS": _power_of_two(rotary.rotary_dim // 2),
-            "BLOCK_REST": _power_of_two(rest) if rest else 0,
+            **_grid("DIM", dim, group),
+            **_grid("PAIR", part, group),
+            **_grid("REST", dim - rotary.rotary_dim, group),
         }
         self._inject_units = inject_tuning.units(2 * heads * dim)
         self._capture_units = capture_tuning.units(2 * heads * dim)
@@ -125,7 +125,10 @@ class FusedMover:
             inject_tuning.num_warps,
         )
         self._capture = _Pair(
-            module.capture_kernel, tensors, {**shape, "UNITS": self._capture_units}, capture_tuning.num_warps
+            module.capture_kernel,
+            tensors,
+            {**shape, **_grid("DIM", dim, group), "UNITS": self._capture_units},
+            capture_tuning.num_warps,
         )
         page_elements = slab.page_size_tokens * slab.format.num_columns
         self._zero_blocks = _programs(page_elements, _ZERO_BLOCK)
@@ -240,6 +243,18 @@ def _shape(slab: Slab) -> tuple[int, int]:
     if not slab.shape.is_uniform:
         raise UnsupportedLayout("the layers have key heads of different shapes")
     return slab.shape.layers[0]
+
+
+def _grid(name: str, size: int, group: int) -> dict[str, int]:
+    """`size` neighbouring dimensions as groups and lanes, powers of two; lanes that share a scale where the
+    size is a whole number of such groups."""
+    if not size:
+        groups, lanes = 1, 0
+    elif group and group < size and size % group == 0:
+        groups, lanes = _power_of_two(size // group), group
+    else:
+        groups, lanes = 1, _power_of_two(size)
+    return {f"{name}_GROUPS": groups, f"{name}_LANES": lanes}
 
 
 def _views(slab: Slab) -> tuple[torch.Tensor, torch.Tensor]:

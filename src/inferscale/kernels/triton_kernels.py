@@ -74,14 +74,41 @@ def _scale_offset(
 
 
 @triton.jit
-def _read(slab, source, scales, scale_source, head, dim, mask, DIM: tl.constexpr, GROUP: tl.constexpr):
-    """Elements of the slab; where they are quantized, times their scales, in float32."""
-    found = tl.load(slab + source + (head * DIM + dim), mask=mask)
+def _grid(GROUPS: tl.constexpr, LANES: tl.constexpr):
+    """int32 [1, 1, GROUPS, LANES]: 0, 1, 2, …"""
+    return (tl.arange(0, GROUPS)[:, None] * LANES + tl.arange(0, LANES)[None, :])[None, None, :, :]
+
+
+@triton.jit
+def _read(
+    slab,
+    source,
+    scales,
+    scale_source,
+    head,
+    START: tl.constexpr,
+    SIZE: tl.constexpr,
+    mask,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Dimensions [START, START + SIZE) of each unit's heads, [UNITS, heads, GROUPS, LANES]; where the slab is
+    quantized, times their scales, in float32. mask: [UNITS, heads, 1, 1]."""
+    dim = _grid(GROUPS, LANES)
+    elements = mask & (dim < SIZE)
+    found = tl.load(slab + source + (head * DIM + START + dim), mask=elements)
     if GROUP > 0:
         if GROUP == DIM:
             bits = tl.load(scales + scale_source + head, mask=mask)
+        elif LANES == GROUP and START % GROUP == 0 and SIZE % GROUP == 0:  # one scale for all lanes
+            number = tl.arange(0, GROUPS)[None, None, :, None]
+            place = head * (DIM // GROUP) + START // GROUP + number
+            bits = tl.load(scales + scale_source + place, mask=mask & (number < SIZE // GROUP))
         else:
-            bits = tl.load(scales + scale_source + (head * (DIM // GROUP) + dim // GROUP), mask=mask)
+            place = head * (DIM // GROUP) + (START + dim) // GROUP
+            bits = tl.load(scales + scale_source + place, mask=elements)
         found = found.to(tl.float32) * (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return found
 
@@ -102,6 +129,14 @@ def _cache_offset(
     block = (slot // BLOCK_SIZE).to(tl.int64)
     offset = start + block * BLOCK_STRIDE + (slot % BLOCK_SIZE).to(tl.int64) * SLOT_STRIDE
     return tl.multiple_of(offset, ALIGN)
+
+
+@triton.jit
+def _angle(delta, inv_freq, pair, PAIRS: tl.constexpr):
+    """delta · inv_freq in float64, reduced to [−π, π], in float32."""
+    turns = delta.to(tl.float64) * tl.load(inv_freq + pair, mask=pair < PAIRS, other=0.0)
+    turns = turns * _PER_TURN
+    return ((turns - tl.floor(turns + 0.5)) * _TURN).to(tl.float32)
 
 
 @triton.jit
@@ -143,55 +178,83 @@ def inject_kernel(
     ALIGN: tl.constexpr,
     UNITS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_REST: tl.constexpr,
+    DIM_GROUPS: tl.constexpr,
+    DIM_LANES: tl.constexpr,
+    PAIR_GROUPS: tl.constexpr,
+    PAIR_LANES: tl.constexpr,
+    REST_GROUPS: tl.constexpr,
+    REST_LANES: tl.constexpr,
 ):
-    """Slab rows → keys rotated to their position → paged caches. BLOCK_HEADS … BLOCK_PAIRS: powers of two
-    that cover their sizes; BLOCK_REST: of the key elements that are not rotated, 0 where all are."""
+    """Slab rows → keys rotated to their position → paged caches.
+
+    BLOCK_HEADS: a power of two that covers the heads. DIM, PAIR and REST: likewise of a head's dimensions,
+    of the first of each pair (of both where these are neighbours), and of the key elements that are not
+    rotated, as GROUPS · LANES; a group is what shares a scale, where these can be divided so. REST_LANES is 0
+    where all are rotated.
+    """
     layer, row, slot, position, mask = _unit(table, n, start, LAYERS, UNITS, PROMPT_BLOCK, ONE_RUN)
     delta = position - tl.load(origins + row, mask=mask, other=0)
-    source = _slab_offset(row, layer, ROW, 2 * HEADS * DIM, ALIGN)[:, None, None]
-    scale_source = _scale_offset(row, layer, 2 * HEADS * DIM, GROUP, SCALE_ROW, SCALES_AT)[:, None, None]
+    source = _slab_offset(row, layer, ROW, 2 * HEADS * DIM, ALIGN)[:, None, None, None]
+    scale_source = _scale_offset(row, layer, 2 * HEADS * DIM, GROUP, SCALE_ROW, SCALES_AT)[
+        :, None, None, None
+    ]
     target = _cache_offset(layer_offsets, layer, slot, mask, BLOCK_SIZE, BLOCK_STRIDE, SLOT_STRIDE, ALIGN)[
-        :, None, None
+        :, None, None, None
     ]
     # Strides can exceed int32: a cache may keep all keys before all values.
-    head = tl.arange(0, BLOCK_HEADS).to(tl.int64)[None, :, None]
-    mask = mask[:, None, None] & (head < HEADS)
+    head = tl.arange(0, BLOCK_HEADS).to(tl.int64)[None, :, None, None]
+    mask = mask[:, None, None, None] & (head < HEADS)
 
-    dim = tl.arange(0, BLOCK_DIM)[None, None, :]
-    value_mask = mask & (dim < DIM)
-    values = _read(slab, source, scales, scale_source, HEADS + head, dim, value_mask, DIM, GROUP)
+    dim = _grid(DIM_GROUPS, DIM_LANES)
+    values = _read(
+        slab, source, scales, scale_source, HEADS + head, 0, DIM, mask, DIM, GROUP, DIM_GROUPS, DIM_LANES
+    )
 
-    pair = tl.arange(0, BLOCK_PAIRS)
-    turns = delta.to(tl.float64)[:, None] * tl.load(inv_freq + pair, mask=pair < PAIRS, other=0.0)[None, :]
-    turns = turns * _PER_TURN
-    angle = ((turns - tl.floor(turns + 0.5)) * _TURN).to(tl.float32)
-    cos, sin = tl.cos(angle)[:, None, :], tl.sin(angle)[:, None, :]
-    is_moved = (delta != 0)[:, None, None]
+    pair = _grid(PAIR_GROUPS, PAIR_LANES)
     if INTERLEAVED:
-        flat = tl.arange(0, 2 * BLOCK_PAIRS)[None, None, :]
-        flat_mask = mask & (flat < 2 * PAIRS)
-        both = _read(slab, source, scales, scale_source, head, flat, flat_mask, DIM, GROUP)
-        first, second = tl.split(tl.reshape(both, (UNITS, BLOCK_HEADS, BLOCK_PAIRS, 2)))
-        turned_x, turned_y = _rotate(first, second, cos, sin, is_moved)
-        turned = tl.reshape(tl.join(turned_x, turned_y), (UNITS, BLOCK_HEADS, 2 * BLOCK_PAIRS))
-        tl.store(cache + target + (head * HEAD_STRIDE + flat), turned, mask=flat_mask)
+        pair = tl.arange(0, PAIR_GROUPS * PAIR_LANES // 2)[None, None, :]
+        angle = _angle(delta[:, None, None], inv_freq, pair, PAIRS)
+        is_moved = (delta != 0)[:, None, None]
+        flat = _grid(PAIR_GROUPS, PAIR_LANES)
+        both = _read(
+            slab, source, scales, scale_source, head, 0, 2 * PAIRS, mask, DIM, GROUP, PAIR_GROUPS, PAIR_LANES
+        )
+        first, second = tl.split(tl.reshape(both, (UNITS, BLOCK_HEADS, PAIR_GROUPS * PAIR_LANES // 2, 2)))
+        turned_x, turned_y = _rotate(first, second, tl.cos(angle), tl.sin(angle), is_moved)
+        turned = tl.reshape(tl.join(turned_x, turned_y), (UNITS, BLOCK_HEADS, PAIR_GROUPS, PAIR_LANES))
+        tl.store(cache + target + (head * HEAD_STRIDE + flat), turned, mask=mask & (flat < 2 * PAIRS))
     else:
-        pair_mask = mask & (pair < PAIRS)[None, None, :]
-        pair = pair[None, None, :]
-        first = _read(slab, source, scales, scale_source, head, pair, pair_mask, DIM, GROUP)
-        second = _read(slab, source, scales, scale_source, head, PAIRS + pair, pair_mask, DIM, GROUP)
-        turned_x, turned_y = _rotate(first, second, cos, sin, is_moved)
+        angle = _angle(delta[:, None, None, None], inv_freq, pair, PAIRS)
+        is_moved = (delta != 0)[:, None, None, None]
+        first = _read(
+            slab, source, scales, scale_source, head, 0, PAIRS, mask, DIM, GROUP, PAIR_GROUPS, PAIR_LANES
+        )
+        second = _read(
+            slab, source, scales, scale_source, head, PAIRS, PAIRS, mask, DIM, GROUP, PAIR_GROUPS, PAIR_LANES
+        )
+        turned_x, turned_y = _rotate(first, second, tl.cos(angle), tl.sin(angle), is_moved)
+        pair_mask = mask & (pair < PAIRS)
         tl.store(cache + target + (head * HEAD_STRIDE + pair), turned_x, mask=pair_mask)
         tl.store(cache + target + (head * HEAD_STRIDE + PAIRS + pair), turned_y, mask=pair_mask)
-    if BLOCK_REST > 0:
-        rest = 2 * PAIRS + tl.arange(0, BLOCK_REST)[None, None, :]
-        rest_mask = mask & (rest < DIM)
-        kept = _read(slab, source, scales, scale_source, head, rest, rest_mask, DIM, GROUP)
-        tl.store(cache + target + (head * HEAD_STRIDE + rest), kept, mask=rest_mask)
-    tl.store(cache + target + (KV_STRIDE + head * HEAD_STRIDE + dim), values, mask=value_mask)
+    if REST_LANES > 0:
+        rest = _grid(REST_GROUPS, REST_LANES)
+        kept = _read(
+            slab,
+            source,
+            scales,
+            scale_source,
+            head,
+            2 * PAIRS,
+            DIM - 2 * PAIRS,
+            mask,
+            DIM,
+            GROUP,
+            REST_GROUPS,
+            REST_LANES,
+        )
+        rest_mask = mask & (rest < DIM - 2 * PAIRS)
+        tl.store(cache + target + (head * HEAD_STRIDE + 2 * PAIRS + rest), kept, mask=rest_mask)
+    tl.store(cache + target + (KV_STRIDE + head * HEAD_STRIDE + dim), values, mask=mask & (dim < DIM))
 
 
 @triton.jit
@@ -217,26 +280,22 @@ def _quantized(x, scale, most, slab):
 
 
 @triton.jit
-def _write(
-    slab, target, scales, scale_target, head, dim, x, unit_mask, DIM: tl.constexpr, GROUP: tl.constexpr
-):
-    """Quantize x [UNITS, BLOCK_HEADS, BLOCK_DIM] as `pool.row_format.quantize` does, and store it."""
-    mask = unit_mask & (dim < DIM)
-    x = tl.where(mask, x.to(tl.float32), 0.0)
+def _write(slab, target, scales, scale_target, head, dim, x, mask, DIM: tl.constexpr, GROUP: tl.constexpr):
+    """Quantize x [UNITS, BLOCK_HEADS, groups, lanes] as `pool.row_format.quantize` does, and store it.
+
+    mask: [UNITS, BLOCK_HEADS, 1, 1]."""
+    elements = mask & (dim < DIM)
+    x = tl.where(elements, x.to(tl.float32), 0.0)
     most = 127.0 if slab.dtype.element_ty == tl.int8 else 448.0
-    per_head: tl.constexpr = DIM // GROUP
-    block: tl.constexpr = x.shape[2] if per_head == 1 else GROUP
-    groups = tl.reshape(x, (x.shape[0], x.shape[1], x.shape[2] // block, block))
-    scale = tl.div_rn(tl.reduce(tl.abs(groups), 3, _larger), most)
+    scale = tl.div_rn(tl.reduce(tl.abs(x), 3, _larger), most)[:, :, :, None]
     # Rounded to bfloat16 by hand: a cast does it otherwise where the kernel is interpreted.
     bits = scale.to(tl.int32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    number = tl.arange(0, x.shape[2] // block)[None, None, :]
-    scale_mask = unit_mask & (number < per_head)
-    tl.store(scales + scale_target + (head * per_head + number), bits.to(tl.int16), mask=scale_mask)
+    number = tl.arange(0, x.shape[2])[None, None, :, None]
+    scale_mask = mask & (number < DIM // GROUP)
+    tl.store(scales + scale_target + (head * (DIM // GROUP) + number), bits.to(tl.int16), mask=scale_mask)
     stored = (bits << 16).to(tl.float32, bitcast=True)
-    quantized = tl.reshape(_quantized(groups, stored[:, :, :, None], most, slab), x.shape)
-    tl.store(slab + target + (head * DIM + dim), quantized, mask=mask)
+    tl.store(slab + target + (head * DIM + dim), _quantized(x, stored, most, slab), mask=elements)
 
 
 @triton.jit(do_not_specialize=["n", "start"])
@@ -266,29 +325,34 @@ def capture_kernel(
     ALIGN: tl.constexpr,
     UNITS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    DIM_GROUPS: tl.constexpr,
+    DIM_LANES: tl.constexpr,
 ):
-    """Paged caches → slab rows in their format; `origins` of the rows become their positions."""
+    """Paged caches → slab rows in their format; `origins` of the rows become their positions.
+
+    DIM_GROUPS · DIM_LANES: as in `inject_kernel`; a group of dimensions is always a whole number of lanes.
+    """
     layer, row, slot, position, mask = _unit(table, n, start, LAYERS, UNITS, PROMPT_BLOCK, ONE_RUN)
     tl.store(origins + row, position, mask=mask & (layer == 0))
-    target = _slab_offset(row, layer, ROW, 2 * HEADS * DIM, ALIGN)[:, None, None]
+    target = _slab_offset(row, layer, ROW, 2 * HEADS * DIM, ALIGN)[:, None, None, None]
     source = _cache_offset(layer_offsets, layer, slot, mask, BLOCK_SIZE, BLOCK_STRIDE, SLOT_STRIDE, ALIGN)[
-        :, None, None
+        :, None, None, None
     ]
     # Strides can exceed int32: a cache may keep all keys before all values.
-    head = tl.arange(0, BLOCK_HEADS).to(tl.int64)[None, :, None]
-    dim = tl.arange(0, BLOCK_DIM)[None, None, :]
-    unit_mask = mask[:, None, None] & (head < HEADS)
-    mask = unit_mask & (dim < DIM)
-    keys = tl.load(cache + source + (head * HEAD_STRIDE + dim), mask=mask)
-    values = tl.load(cache + source + (KV_STRIDE + head * HEAD_STRIDE + dim), mask=mask)
+    head = tl.arange(0, BLOCK_HEADS).to(tl.int64)[None, :, None, None]
+    dim = _grid(DIM_GROUPS, DIM_LANES)
+    mask = mask[:, None, None, None] & (head < HEADS)
+    elements = mask & (dim < DIM)
+    keys = tl.load(cache + source + (head * HEAD_STRIDE + dim), mask=elements)
+    values = tl.load(cache + source + (KV_STRIDE + head * HEAD_STRIDE + dim), mask=elements)
     if GROUP > 0:
-        scale_target = _scale_offset(row, layer, 2 * HEADS * DIM, GROUP, SCALE_ROW, SCALES_AT)[:, None, None]
-        _write(slab, target, scales, scale_target, head, dim, keys, unit_mask, DIM, GROUP)
-        _write(slab, target, scales, scale_target, HEADS + head, dim, values, unit_mask, DIM, GROUP)
+        scale_target = _scale_offset(row, layer, 2 * HEADS * DIM, GROUP, SCALE_ROW, SCALES_AT)
+        scale_target = scale_target[:, None, None, None]
+        _write(slab, target, scales, scale_target, head, dim, keys, mask, DIM, GROUP)
+        _write(slab, target, scales, scale_target, HEADS + head, dim, values, mask, DIM, GROUP)
     else:
-        tl.store(slab + target + (head * DIM + dim), keys, mask=mask)
-        tl.store(slab + target + (HEADS * DIM + head * DIM + dim), values, mask=mask)
+        tl.store(slab + target + (head * DIM + dim), keys, mask=elements)
+        tl.store(slab + target + (HEADS * DIM + head * DIM + dim), values, mask=elements)
 
 
 @triton.jit

@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from inferscale.catalog import CATALOG_FILE, CatalogTraces
+from inferscale.encryption import EncryptionKey
 from inferscale.errors import InvalidInput
 from inferscale.facts import Scope
+from inferscale.pool.sealing import Sealing
 
 KV_FOLDER = "kv"
 SHORTEST_TEXT_BYTES = 8
@@ -38,6 +40,11 @@ class Finding(NamedTuple):
     what: str
     num_found: int | None
     note: str = ""
+
+
+_SEALED_PAGES = Finding(
+    CATALOG_FILE, "free pages", None, "the file is encrypted; SQLite overwrites them before it encrypts them"
+)
 
 
 class Audit(NamedTuple):
@@ -60,24 +67,31 @@ class Numbers(Protocol):
     def injectable(self) -> int | None: ...
 
 
-def audit(data_dir: Path, scope: Scope, texts: Sequence[str] = (), server: Numbers | None = None) -> Audit:
+def audit(
+    data_dir: Path,
+    scope: Scope,
+    texts: Sequence[str] = (),
+    server: Numbers | None = None,
+    key: EncryptionKey | None = None,
+) -> Audit:
     """Look for traces of a scope, which is not empty.
 
-    texts: former texts of its facts. server: what a running server says of the scope. Raises InvalidInput
+    texts: former texts of its facts. server: what a running server says of the scope. key: of an encrypted
+    folder, whose free pages nobody can tell from others. Raises InvalidInput
     where the folder holds no catalog.
     """
     path = data_dir / CATALOG_FILE
     if not path.is_file():
         raise InvalidInput(f"{data_dir} holds no memory ({CATALOG_FILE}); give the data folder of one.")
-    catalog = CatalogTraces(path)
+    catalog = CatalogTraces(path, key)
     try:
         findings = list(_tables(catalog, scope))
-        kv = _kv_files(data_dir / KV_FOLDER)
+        kv = _kv_files(data_dir / KV_FOLDER, key)
         of_scope, unnamed = catalog.keys(scope), catalog.unnamed(kv)
         said = [text for text in texts if catalog.is_said(text)]
     finally:
         catalog.close()
-    findings.append(_free_pages(path))
+    findings.append(_free_pages(path) if key is None else _SEALED_PAGES)
     findings += _texts(data_dir, texts, said)
     if kv:
         findings.append(Finding(KV_FOLDER, "segments of the scope's facts", len(of_scope & kv.keys())))
@@ -100,12 +114,14 @@ def _tables(catalog: CatalogTraces, scope: Scope) -> Iterator[Finding]:
             yield Finding(f"table {table.table}", "rows of facts that do not exist", table.orphans)
 
 
-def _kv_files(folder: Path) -> dict[str, int]:
-    """Key → number of files with its name (one a rank)."""
+def _kv_files(folder: Path, key: EncryptionKey | None) -> dict[str, int]:
+    """Key → number of files with its name (one a rank), which is encrypted where the folder is."""
     found: dict[str, int] = {}
-    for path in folder.rglob("*") if folder.is_dir() else ():
-        if path.is_file():
-            found[path.name] = found.get(path.name, 0) + 1
+    paths = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    sealing = Sealing(key) if key is not None and paths else None
+    for path in paths:
+        name = (sealing.key_of(path.name) if sealing is not None else None) or path.name
+        found[name] = found.get(name, 0) + 1
     return found
 
 

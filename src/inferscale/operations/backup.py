@@ -5,6 +5,7 @@ A backup is a folder, or a tar file, with the catalog and what is needed to chec
     catalog.sqlite3     texts, vectors, histories, and which passes encode which facts
     backup.json         format, time, number of facts, SHA-256 of the catalog
 
+The catalog of an encrypted folder is encrypted in a backup as well, with the same key; `backup.json` is not.
 KV is not in it: it is made again from the texts. What is deleted later is still in a backup. A target gets
 its name when it is whole; a backup that is killed leaves a folder `.NAME.….partial`, which can be removed.
 """
@@ -25,7 +26,8 @@ from typing import IO, Any, NamedTuple
 
 from inferscale.catalog import CATALOG_FILE
 from inferscale.catalog.copies import check_copy, copy_catalog
-from inferscale.errors import CatalogError, InvalidInput
+from inferscale.encryption import WAYS, EncryptionKey
+from inferscale.errors import CatalogError, InvalidInput, WrongKey
 
 FORMAT = 1
 MANIFEST = "backup.json"
@@ -41,11 +43,12 @@ class Copied(NamedTuple):
     size_bytes: int
 
 
-def backup(data_dir: Path, target: Path) -> Copied:
+def backup(data_dir: Path, target: Path, key: EncryptionKey | None = None) -> Copied:
     """Write a backup to `target`, which must not exist: a tar file where it ends in .tar, else a folder.
 
-    May be called while servers use the folder; the copy is of one moment. Raises InvalidInput for a folder
-    without memory or a target that exists, CatalogError where it cannot be read or written.
+    May be called while servers use the folder; the copy is of one moment. key: of an encrypted folder, and of
+    the backup. Raises InvalidInput for a folder without memory or a target that exists, CatalogError where it
+    cannot be read or written.
     """
     source = data_dir / CATALOG_FILE
     if not source.is_file():
@@ -55,11 +58,12 @@ def backup(data_dir: Path, target: Path) -> Copied:
     if target.exists():
         raise InvalidInput(f"{target} exists; give a name that does not, or remove it first.")
     with _written(f"the backup {target} cannot be written"), _draft_folder(target) as draft:
-        num_facts = copy_catalog(source, draft / CATALOG_FILE)
+        num_facts = copy_catalog(source, draft / CATALOG_FILE, key)
         about = {
             "format": FORMAT,
             "created_at": time.time(),
             "facts": num_facts,
+            "encrypted": key is not None,
             "sha256": _sha256(draft / CATALOG_FILE),
         }
         _write_private(draft / MANIFEST, json.dumps(about, indent=1).encode())
@@ -74,11 +78,12 @@ def backup(data_dir: Path, target: Path) -> Copied:
     return Copied(target, num_facts, size_bytes)
 
 
-def restore(source: Path, data_dir: Path) -> Copied:
+def restore(source: Path, data_dir: Path, key: EncryptionKey | None = None) -> Copied:
     """Put a backup into `data_dir`, which must be empty or not exist.
 
-    The catalog is checked first, and stands in the folder only when it is whole. Raises InvalidInput for a
-    source that is no backup or a folder that is not empty, CatalogError for a damaged one, NewerCatalog.
+    The catalog is checked first, and stands in the folder only when it is whole. key: of an encrypted backup,
+    and of the folder. Raises InvalidInput for a source that is no backup or a folder that is not empty,
+    CatalogError for a damaged one, NewerCatalog, WrongKey.
     """
     if data_dir.exists() and (not data_dir.is_dir() or any(data_dir.iterdir())):
         raise InvalidInput(f"{data_dir} is not empty; restore into a new data folder.")
@@ -94,13 +99,24 @@ def restore(source: Path, data_dir: Path) -> Copied:
                 about = _unpack(source, file)
             if _sha256(draft) != about.get("sha256"):
                 raise CatalogError(f"{source} is damaged: its checksum is another. Take another backup.")
-            num_facts = check_copy(draft)
+            _check_key(source, bool(about.get("encrypted")), key)
+            num_facts = check_copy(draft, key)
             _sync(draft)
             os.link(draft, data_dir / CATALOG_FILE)
             _sync(data_dir)
         finally:
             draft.unlink()
     return Copied(data_dir, num_facts, (data_dir / CATALOG_FILE).stat().st_size)
+
+
+def _check_key(source: Path, is_encrypted: bool, key: EncryptionKey | None) -> None:
+    if is_encrypted and key is None:
+        raise WrongKey(f"{source} is encrypted. Give its encryption key ({WAYS}).")
+    if key is not None and not is_encrypted:
+        raise WrongKey(
+            f"{source} is not encrypted, and an encryption key is given. Leave the key out; "
+            "`inferscale rekey` encrypts the data folder afterwards."
+        )
 
 
 @contextmanager

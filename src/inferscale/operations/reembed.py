@@ -13,10 +13,11 @@ from typing import NamedTuple
 from inferscale.catalog import CATALOG_FILE
 from inferscale.catalog.next_vectors import NextVectors, Progress
 from inferscale.catalog.rows import EmbedderIdentity
+from inferscale.encryption import EncryptionKey
 from inferscale.errors import InvalidInput
 from inferscale.facts import Turn, Wording
-from inferscale.memory import embedding_text
 from inferscale.retrieval import Embedder
+from inferscale.search import embedding_text
 
 BATCH_FACTS = 256
 
@@ -35,17 +36,18 @@ def reembed(
     embedder: Embedder,
     progress: Callable[[Progress], object] = lambda progress: None,
     batch_facts: int = BATCH_FACTS,
+    key: EncryptionKey | None = None,
 ) -> Reembedded:
     """Embed every fact of a folder with another embedder and switch to it.
 
     May be killed and called again: it goes on where it was. Facts that are added, changed or deleted
-    meanwhile are seen to. Raises InvalidInput for a folder without memory, CatalogError where another
-    re-embedding is begun beside this one.
+    meanwhile are seen to. key: of an encrypted folder. Raises InvalidInput for a folder without memory,
+    CatalogError where another re-embedding is begun beside this one.
     """
     path = data_dir / CATALOG_FILE
     if not path.is_file():
         raise InvalidInput(f"{data_dir} holds no memory ({CATALOG_FILE}); give the data folder of one.")
-    vectors = NextVectors(path, EmbedderIdentity(embedder.name, embedder.dim))
+    vectors = NextVectors(path, EmbedderIdentity(embedder.name, embedder.dim), key)
     try:
         num_embedded, is_new = 0, vectors.begin()
         if is_new:

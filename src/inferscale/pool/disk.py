@@ -4,6 +4,9 @@
 
     magic and version │ key │ tokens │ bytes of a token │ position of the first token │ checksum │ rows
 
+With an encryption key (`pool/sealing`) the version is 2, the key, which is the file's name, and the rows are
+encrypted, the checksum is the tag of AES-GCM, and a nonce stands behind it. The header is authenticated too.
+
 A file is written under another name and renamed, so a process that is killed leaves no half segment. What
 does not agree with its checksum, its name or the sizes is removed and counts as missing. The folder and
 all files are for their owner only. Knows bytes only, neither torch nor what they mean.
@@ -21,11 +24,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from inferscale.pool.sealing import NONCE_BYTES, TAG_BYTES, Sealing
+
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
+SEALED_VERSION = 2
 _MAGIC = b"IFSKV"
-_HEADER = struct.Struct("<5sB32sIIi16s")
+_ABOUT = struct.Struct("<5sB32sIIi")
+_CHECKSUM_BYTES = TAG_BYTES
+_CHECKED_BYTES = _ABOUT.size + _CHECKSUM_BYTES
 _DRAFT = ".draft-"
 
 
@@ -45,52 +53,62 @@ class Listed(NamedTuple):
     used_s: float
 
 
-def format_name(model: str, token_bytes: int, num_ranks: int) -> str:
+def format_name(model: str, token_bytes: int, num_ranks: int, sealing: Sealing | None = None) -> str:
     """Name of the folder for segments that fit together. model: its fingerprint, dtype included."""
-    text = f"{FORMAT_VERSION}\0{model}\0{token_bytes}\0{num_ranks}"
+    version = FORMAT_VERSION if sealing is None else f"{SEALED_VERSION} {sealing.id}"
+    text = f"{version}\0{model}\0{token_bytes}\0{num_ranks}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 class DiskStore:
-    """Files of one rank. token_bytes: of a row. Safe from several threads for different keys."""
+    """Files of one rank. token_bytes: of a row. sealing: encrypts them, where they are to be.
 
-    def __init__(self, folder: Path, format: str, rank: int, token_bytes: int) -> None:
+    Safe from several threads for different keys.
+    """
+
+    def __init__(
+        self, folder: Path, format: str, rank: int, token_bytes: int, sealing: Sealing | None = None
+    ) -> None:
         self.folder = folder / format / f"rank-{rank}"
         self.token_bytes = token_bytes
+        self._sealing = sealing
+        self._header_bytes = _CHECKED_BYTES + (0 if sealing is None else NONCE_BYTES)
         self._num_drafts = 0
         self._lock = threading.Lock()
 
     def of_rank(self, rank: int) -> DiskStore:
         """The files of another rank, in the same folder."""
-        return DiskStore(self.folder.parent.parent, self.folder.parent.name, rank, self.token_bytes)
+        folder, format = self.folder.parent.parent, self.folder.parent.name
+        return DiskStore(folder, format, rank, self.token_bytes, self._sealing)
 
     def open(self) -> None:
-        """Make the folder. Raises OSError."""
+        """Make the folder, or note on it that it is used. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.utime(self.folder.parent)
         for part in (self.folder, self.folder.parent, self.folder.parent.parent):
             with suppress(PermissionError):
                 part.chmod(0o700)
 
     def path_of(self, key: str) -> Path:
-        return self.folder / key[:2] / key
+        name = key if self._sealing is None else self._sealing.name_of(key)
+        return self.folder / name[:2] / name
 
     def size_of(self, num_tokens: int) -> int:
-        return _HEADER.size + num_tokens * self.token_bytes
+        return self._header_bytes + num_tokens * self.token_bytes
 
     def write(self, key: str, rows: memoryview, origin: int) -> None:
         """Raises OSError; then nothing of it is there."""
-        num_tokens = len(rows) // self.token_bytes
         path = self.path_of(key)
-        path.parent.mkdir(exist_ok=True, mode=0o700)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with self._lock:
             self._num_drafts += 1
             draft = path.parent / f"{_DRAFT}{os.getpid()}-{self._num_drafts}"
-        header = self._header(key, num_tokens, origin, rows)
         try:
+            header, content = self._packed(key, path.name, origin, rows)
             descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(header)
-                file.write(rows)
+                file.write(content)
             draft.replace(path)
         except BaseException:
             with suppress(OSError):
@@ -102,7 +120,7 @@ class DiskStore:
         path = self.path_of(key)
         try:
             with path.open("rb") as file:
-                header = file.read(_HEADER.size)
+                header = file.read(self._header_bytes)
                 rows = bytearray(num_tokens * self.token_bytes)
                 is_whole = file.readinto(rows) == len(rows) and not file.read(1)
             with suppress(OSError):
@@ -112,37 +130,84 @@ class DiskStore:
         except OSError as error:
             logger.warning("A segment on disk cannot be read: %s", error)
             return None
-        origin = _HEADER.unpack(header)[5] if len(header) == _HEADER.size else 0
-        if not is_whole or header != self._header(key, num_tokens, origin, memoryview(rows)):
+        stored = self._unpacked(key, path.name, header, rows) if is_whole else None
+        if stored is None:
             logger.warning("A segment on disk is damaged and removed; its fact is encoded anew")
             self.remove(key)
-            return None
-        return Stored(rows, origin)
+        return stored
 
     def remove(self, key: str) -> None:
-        with suppress(OSError):
-            self.path_of(key).unlink()
+        try:
+            self.path_of(key).unlink(missing_ok=True)
+        except OSError as error:  # what was forgotten is still there: its operator has to know
+            logger.warning("A segment on disk cannot be removed: %s", error)
 
     def scan(self) -> Iterator[Listed]:
-        """What is there, without reading it; drafts of a process that was killed are removed."""
-        if not self.folder.is_dir():
-            return
-        for part in self.folder.iterdir():
-            if not part.is_dir():
-                continue
-            for entry in os.scandir(part):
-                size = entry.stat().st_size - _HEADER.size
-                num_tokens, rest = divmod(size, self.token_bytes)
-                if entry.name.startswith(_DRAFT) or rest or num_tokens <= 0:
-                    with suppress(OSError):
-                        Path(entry.path).unlink()
-                    continue
-                yield Listed(entry.name, num_tokens, entry.stat().st_size, entry.stat().st_mtime)
+        """What is there, without reading it; drafts of a process that was killed, and what else is no
+        segment, are removed. A folder that cannot be read is passed over."""
+        for part in _entries(self.folder):
+            if part.is_dir(follow_symlinks=False):
+                for entry in _entries(Path(part.path)):
+                    found = self._listed(entry, part.name)
+                    if found is not None:
+                        yield found
 
-    def _header(self, key: str, num_tokens: int, origin: int, rows: memoryview) -> bytes:
-        checksum = hashlib.blake2b(rows, digest_size=16)
-        checksum.update(f"{key}\0{num_tokens}\0{origin}".encode())
-        name = key.encode()[:32].ljust(32, b"\0")
-        return _HEADER.pack(
-            _MAGIC, FORMAT_VERSION, name, num_tokens, self.token_bytes, origin, checksum.digest()
-        )
+    def _listed(self, entry: os.DirEntry[str], part: str) -> Listed | None:
+        """The segment of a file; None, and it is removed, where it is none."""
+        with suppress(OSError):
+            about = entry.stat(follow_symlinks=False)
+            num_tokens, rest = divmod(about.st_size - self._header_bytes, self.token_bytes)
+            is_named = entry.name[:2] == part and entry.name.isascii() and not entry.name.startswith(_DRAFT)
+            if is_named and entry.is_file(follow_symlinks=False) and num_tokens > 0 and not rest:
+                key = entry.name if self._sealing is None else self._sealing.key_of(entry.name)
+                if key is not None:
+                    return Listed(key, num_tokens, about.st_size, about.st_mtime)
+            Path(entry.path).unlink()
+        return None
+
+    def _packed(self, key: str, name: str, origin: int, rows: memoryview) -> tuple[bytes, memoryview]:
+        """Header and content of a file. name: that it stands under."""
+        num_tokens = len(rows) // self.token_bytes
+        about = self._about(name, num_tokens, origin)
+        if self._sealing is None:
+            return about + _checksum(key, num_tokens, origin, rows), rows
+        nonce, sealed = self._sealing.seal(key, rows, about)
+        content = memoryview(sealed)
+        return about + sealed[-TAG_BYTES:] + nonce, content[:-TAG_BYTES]
+
+    def _unpacked(self, key: str, name: str, header: bytes, content: bytearray) -> Stored | None:
+        """What a file holds; None where it is not what was packed under this key and name."""
+        if len(header) < self._header_bytes:
+            return None
+        num_tokens = len(content) // self.token_bytes
+        origin = int(_ABOUT.unpack_from(header)[5])
+        about, checksum = header[: _ABOUT.size], header[_ABOUT.size : _CHECKED_BYTES]
+        if about != self._about(name, num_tokens, origin):
+            return None
+        if self._sealing is None:
+            is_right = checksum == _checksum(key, num_tokens, origin, memoryview(content))
+            return Stored(content, origin) if is_right else None
+        rows = self._sealing.open(key, header[_CHECKED_BYTES:], content + checksum, about)
+        return None if rows is None else Stored(rows, origin)
+
+    def _about(self, name: str, num_tokens: int, origin: int) -> bytes:
+        version = FORMAT_VERSION if self._sealing is None else SEALED_VERSION
+        stored_name = name.encode()[:32].ljust(32, b"\0")
+        return _ABOUT.pack(_MAGIC, version, stored_name, num_tokens, self.token_bytes, origin)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        logger.warning("KV on disk cannot be listed: %s", error)
+        return []
+
+
+def _checksum(key: str, num_tokens: int, origin: int, rows: memoryview) -> bytes:
+    checksum = hashlib.blake2b(rows, digest_size=_CHECKSUM_BYTES)
+    checksum.update(f"{key}\0{num_tokens}\0{origin}".encode())
+    return checksum.digest()

@@ -12,8 +12,9 @@ written does not stay.
 from __future__ import annotations
 
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
@@ -29,13 +30,16 @@ from inferscale.pool.tiers import Drop, Load, Save, TierAnswers
 
 logger = logging.getLogger(__name__)
 
-_READERS = 2
+_READERS = min(8, os.cpu_count() or 1)
+"""Threads that read files and check them, which takes longer than the disk."""
+_BATCH_BYTES = 64 * 2**20
+"""Of segments that go up from host memory together, which takes as much device memory meanwhile."""
 _MAX_PENDING_BYTES = 2**30
 """Of segments that wait to be written: more come than the disk takes, and the rest stays in the pool only."""
 
 
 class HostCopy(NamedTuple):
-    """rows: [n, elements of a token] in (pinned) host memory; origin: position of the first token."""
+    """rows: [n, columns of the slab] in (pinned) host memory; origin: position of the first token."""
 
     rows: torch.Tensor
     origin: int
@@ -55,11 +59,12 @@ class LowerTiers:
         self._is_cuda = self._device.type == "cuda"
         self._stream: Any = _stream(self._device)
         self._host: dict[str, HostCopy] = {}
-        self._row_bytes = slab.shape.num_elements * slab.data.element_size()
+        self._row_bytes = slab.format.row_bytes
         self._pending_bytes = 0
         self._lock = threading.Lock()
         self._answers = TierAnswers()
         self._coming: list[tuple[Load, Any]] = []  # loads whose copy on the device is under way
+        self._disk_fails = False
         self._writer = ThreadPoolExecutor(1, "inferscale-save")
         self._readers = ThreadPoolExecutor(_READERS, "inferscale-load")
 
@@ -68,17 +73,26 @@ class LowerTiers:
             self._writer.submit(self._drop, drop)
 
     def load(self, loads: Iterable[Load]) -> None:
-        """Once the pages that these segments go to are zeroed."""
-        for load in loads:
+        """Once the pages that these segments go to are zeroed, by work of the stream that calls this."""
+        wanted = list(loads)
+        if not wanted:
+            return
+        before = None
+        if self._is_cuda:
+            before = _event()
+            before.record()
+        for load in wanted:
             if load.source == "disk":
-                self._readers.submit(self._guarded, partial(self._read, load), "not_loaded", load.key)
-            else:
-                self._guarded(partial(self._load_host, load), "not_loaded", load.key)
+                refused = partial(self._tell, "not_loaded", load.key)
+                self._readers.submit(self._guarded, partial(self._read, load, before), refused)
+        for batch in self._batches(load for load in wanted if load.source == "host"):
+            refused = partial(self._tell, "not_loaded", *(load.key for load, _ in batch))
+            self._guarded(partial(self._put, batch, before), refused)
 
     def save(self, saves: Iterable[Save]) -> None:
         """Right behind the capture of these segments."""
         for save in saves:
-            self._guarded(partial(self._save, save), "not_saved", save.key)
+            self._guarded(partial(self._save, save), partial(self._tell, "not_saved", *save.answers()))
 
     def take_answers(self) -> TierAnswers | None:
         """What was done since the last call; None where nothing was."""
@@ -111,7 +125,7 @@ class LowerTiers:
             has_room = self._pending_bytes + size <= _MAX_PENDING_BYTES
             self._pending_bytes += size if has_room else 0
         if not has_room:
-            self._tell("not_saved", save.key)
+            self._tell("not_saved", *save.answers())
             return
         index = torch.from_numpy(rows.astype(np.int64)).to(self._device, non_blocking=True)
         gathered = self._slab.data.index_select(0, index)
@@ -123,21 +137,38 @@ class LowerTiers:
             event.record()
         else:
             on_host = gathered
-        self._writer.submit(self._guarded, partial(self._write, save, on_host, event), "not_saved", save.key)
+        refused = partial(self._tell, "not_saved", *save.answers())
+        self._writer.submit(self._guarded, partial(self._write, save, on_host, event), refused)
 
     def _write(self, save: Save, rows: torch.Tensor, event: Any) -> None:
         try:
             if event is not None:
                 event.synchronize()
-            if "disk" in save.tiers:
-                assert self._disk is not None
-                self._disk.write(save.key, _bytes_of(rows), save.origin)
             if "host" in save.tiers:
                 self._host[save.key] = HostCopy(rows, save.origin)
+            is_on_disk = "disk" not in save.tiers or self._write_file(save, rows)
         finally:
             with self._lock:
                 self._pending_bytes -= rows.nbytes
-        self._tell("saved", save.key)
+        failed = [] if is_on_disk else [answer for answer in save.answers() if answer.tier == "disk"]
+        with self._lock:
+            self._answers.saved += [answer for answer in save.answers() if answer not in failed]
+            self._answers.not_saved += failed
+
+    def _write_file(self, save: Save, rows: torch.Tensor) -> bool:
+        """Whether the disk took it. Of failures one behind the other only the first is logged."""
+        assert self._disk is not None
+        try:
+            self._disk.write(save.key, _bytes_of(rows), save.origin)
+        except OSError as error:
+            if not self._disk_fails:
+                logger.warning("Segments are not kept on disk: %s", error)
+            self._disk_fails = True
+            return False
+        if self._disk_fails:
+            logger.warning("Segments are kept on disk again")
+        self._disk_fails = False
+        return True
 
     def _drop(self, drop: Drop) -> None:
         for key in drop.keys:
@@ -148,14 +179,24 @@ class LowerTiers:
 
     # up ---------------------------------------------------------------------------------------
 
-    def _load_host(self, load: Load) -> None:
-        copy = self._host.get(load.key)
-        if copy is None:
-            self._tell("not_loaded", load.key)
-        else:
-            self._put(load, copy)
+    def _batches(self, loads: Iterable[Load]) -> Iterator[list[tuple[Load, HostCopy]]]:
+        """Segments in host memory, as many as go up at once; what is not there is answered."""
+        batch: list[tuple[Load, HostCopy]] = []
+        size = 0
+        for load in loads:
+            copy = self._host.get(load.key)
+            if copy is None:
+                self._tell("not_loaded", load.key)
+                continue
+            if batch and size + copy.rows.nbytes > _BATCH_BYTES:
+                yield batch
+                batch, size = [], 0
+            batch.append((load, copy))
+            size += copy.rows.nbytes
+        if batch:
+            yield batch
 
-    def _read(self, load: Load) -> None:
+    def _read(self, load: Load, before: Any) -> None:
         assert self._disk is not None
         num_tokens = len(load.packed_rows) // 4
         stored = self._disk.read(load.key, num_tokens)
@@ -167,41 +208,56 @@ class LowerTiers:
         copy = HostCopy(rows.pin_memory() if self._is_cuda else rows, stored.origin)
         if load.keep:
             self._host[load.key] = copy
-        self._put(load, copy)
+        self._put([(load, copy)], before)
 
     @torch.inference_mode()
-    def _put(self, load: Load, copy: HostCopy) -> None:
-        """Host rows → rows of the pool."""
-        rows = np.frombuffer(load.packed_rows, dtype=np.int32)
-        origins = np.arange(copy.origin, copy.origin + len(rows), dtype=np.int32)
+    def _put(self, batch: Sequence[tuple[Load, HostCopy]], before: Any) -> None:
+        """Host rows → rows of the pool: a copy a segment into one piece of device memory, and one scatter.
+
+        before: what the engine's stream does with these rows first, None on a CPU; a thread that reads files
+        does not know that stream."""
+        rows = np.concatenate([np.frombuffer(load.packed_rows, dtype=np.int32) for load, _ in batch])
+        origins = np.concatenate(
+            [np.arange(copy.origin, copy.origin + len(copy.rows), dtype=np.int32) for _, copy in batch]
+        )
         if self._stream is not None:
-            # The rows may still be read by work that was queued before they were given away.
-            self._stream.wait_stream(torch.cuda.default_stream(self._device))
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_event(before)
         with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             index = torch.from_numpy(rows.astype(np.int64)).to(self._device, non_blocking=True)
-            self._slab.data[index] = copy.rows.to(self._device, non_blocking=True)
+            self._slab.data.index_copy_(0, index, self._on_device([copy.rows for _, copy in batch]))
             self._slab.origins[index] = torch.from_numpy(origins).to(self._device, non_blocking=True)
             self._note_origins(rows, origins)
             if self._stream is None:
-                self._tell("loaded", load.key)
+                self._tell("loaded", *(load.key for load, _ in batch))
                 return
             event = _event()
             event.record(self._stream)
         with self._lock:
-            self._coming.append((load, event))
+            self._coming += [(load, event) for load, _ in batch]
 
-    def _tell(self, what: str, key: str) -> None:
+    def _on_device(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        if not self._is_cuda:
+            return torch.cat(parts)
+        whole = torch.empty(
+            (sum(map(len, parts)), parts[0].shape[1]), dtype=parts[0].dtype, device=self._device
+        )
+        start = 0
+        for part in parts:
+            whole[start : start + len(part)].copy_(part, non_blocking=True)
+            start += len(part)
+        return whole
+
+    def _tell(self, what: str, *answers: object) -> None:
         with self._lock:
-            getattr(self._answers, what).append(key)
+            getattr(self._answers, what).extend(answers)
 
-    def _guarded(self, work: Callable[[], None], otherwise: str, key: str) -> None:
+    def _guarded(self, work: Callable[[], None], otherwise: Callable[[], None]) -> None:
         """KV below the pool is a copy of a cache: what fails costs an encoding, never an answer."""
         try:
             work()
         except Exception:  # also the root of the threads
             logger.exception("A segment could not be moved between the pool and a lower tier")
-            self._tell(otherwise, key)
+            otherwise()
 
 
 def _bytes_of(rows: torch.Tensor) -> memoryview:

@@ -33,6 +33,7 @@ class Entry:
     """One segment in the pool.
 
     pages: page numbers in token order. packed_rows: int32 [num_tokens] as bytes, slab row of each token.
+    owner: whose share it counts to, such as a user.
     """
 
     key: str
@@ -40,6 +41,7 @@ class Entry:
     pages: Int32Array
     packed_rows: bytes
     num_pages: int
+    owner: str = ""
     is_resident: bool = False
     is_dropped: bool = False
 
@@ -48,12 +50,26 @@ class Entry:
         return np.frombuffer(self.packed_rows, dtype=np.int32)
 
 
+class _Owned:
+    """Entries of one owner, least recently used first. evictable_pages: of those that are resident."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[str, Entry] = OrderedDict()
+        self.pages = 0
+        self.evictable_pages = 0
+
+
 class PageTable:
     """Fixed-size pages and an eviction order. Not thread-safe, except that
-    `is_resident` may be called from any thread (it reads one dictionary entry)."""
+    `is_resident` and `holds` may be called from any thread (they read one dictionary entry).
 
-    def __init__(self, num_pages: int, page_size_tokens: int) -> None:
+    max_share: an owner that has more of the pages than this makes room of its own, once there is no free page.
+    """
+
+    def __init__(self, num_pages: int, page_size_tokens: int, max_share: float = 1.0) -> None:
         assert num_pages > 0 and page_size_tokens > 0
+        self._max_owned_pages = max_share * num_pages
+        self._owned: dict[str, _Owned] = {}
         self.num_pages = num_pages
         self.page_size_tokens = page_size_tokens
         self._offsets = np.arange(page_size_tokens, dtype=np.int32)
@@ -107,30 +123,45 @@ class PageTable:
             for entry in used:
                 if entries.get(entry.key) is entry:
                     entries.move_to_end(entry.key)
+                    self._owned[entry.owner].entries.move_to_end(entry.key)
         self._used.clear()
 
-    def can_reserve(self, num_tokens: int) -> bool:
-        return self._pages_for(num_tokens) <= len(self._free) + self._num_evictable_pages
+    def can_reserve(self, num_tokens: int, num_kept_pages: int = 0) -> bool:
+        return self._pages_for(num_tokens) <= len(self._free) + self._num_evictable_pages - num_kept_pages
 
-    def reserve(self, key: str, num_tokens: int) -> Entry | None:
+    def reserve(self, key: str, num_tokens: int, num_kept_pages: int = 0, owner: str = "") -> Entry | None:
         """Pages for a new segment, evicting the least recently used; None where there is no room.
 
-        Mutates nothing when it returns None. `key` must not be in the table.
+        num_kept_pages: of the most recently used resident entries, which are not evicted. Those of an owner
+        above its share go before others, as far as they are enough. Mutates nothing when it returns None.
+        `key` must not be in the table.
         """
         assert num_tokens > 0 and key not in self._entries
-        if not self.can_reserve(num_tokens):
+        if not self.can_reserve(num_tokens, num_kept_pages):
             return None
         needed = self._pages_for(num_tokens)
         self._put_in_order()
+        queue = self._queue_for(owner, needed, num_kept_pages)
         while len(self._free) < needed:
-            victim = next(e for e in self._entries.values() if e.is_resident)
+            victim = next(e for e in queue.values() if e.is_resident)
             self._release(victim)
             self.num_evicted += 1
         pages = np.array([self._free.pop() for _ in range(needed)], dtype=np.int32)
         rows = (pages[:, None] * self.page_size_tokens + self._offsets).ravel()[:num_tokens]
-        entry = Entry(key, num_tokens, pages, rows.tobytes(), needed)
+        entry = Entry(key, num_tokens, pages, rows.tobytes(), needed, owner)
         self._entries[key] = entry
+        owned = self._owned.setdefault(owner, _Owned())
+        owned.entries[key] = entry
+        owned.pages += needed
         return entry
+
+    def _queue_for(self, owner: str, needed: int, num_kept_pages: int) -> OrderedDict[str, Entry]:
+        """What makes room for so many pages of this owner: its own entries, or all."""
+        owned = self._owned.get(owner)
+        if owned is None or owned.pages + needed <= self._max_owned_pages:
+            return self._entries
+        is_enough = needed <= len(self._free) + owned.evictable_pages - num_kept_pages
+        return owned.entries if is_enough else self._entries
 
     def holds(self, key: str) -> bool:
         """Whether `key` occupies pages, even if it was dropped while it is written."""
@@ -144,6 +175,7 @@ class PageTable:
         entry.is_resident = True
         self.num_resident += 1
         self._num_evictable_pages += entry.num_pages
+        self._owned[entry.owner].evictable_pages += entry.num_pages
         if entry.is_dropped:
             self._release(entry)
 
@@ -183,16 +215,27 @@ class PageTable:
         assert sorted(owned + self._free) == list(range(self.num_pages))
         evictable = [entry.num_pages for entry in self._entries.values() if entry.is_resident]
         assert self._num_evictable_pages == sum(evictable)
+        assert sum(one.pages for one in self._owned.values()) == len(owned)
+        assert sum(one.evictable_pages for one in self._owned.values()) == self._num_evictable_pages
+        for name, one in self._owned.items():
+            mine = [entry.key for entry in self._entries.values() if entry.owner == name]
+            assert list(one.entries) == mine
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size_tokens)
 
     def _release(self, entry: Entry) -> None:
         del self._entries[entry.key]
+        owned = self._owned[entry.owner]
+        del owned.entries[entry.key]
+        owned.pages -= entry.num_pages
+        if not owned.entries:
+            del self._owned[entry.owner]
         if entry.is_resident:
             entry.is_resident = False
             self.num_resident -= 1
             self._num_evictable_pages -= entry.num_pages
+            owned.evictable_pages -= entry.num_pages
         pages = [int(page) for page in entry.pages]
         self._free.extend(pages)
         self._freed.extend(pages)

@@ -16,9 +16,9 @@ owner, such as a user, keeps more than its share of a tier while others want roo
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 TierName = Literal["host", "disk"]
 _PROTECTED_SHARE = 0.8
@@ -28,7 +28,7 @@ _PROTECTED_SHARE = 0.8
 @dataclass(slots=True)
 class Copy:
     """One segment in one tier. owner: whose share it counts to; is_ready: written on every rank;
-    is_loading: being read, so it stays."""
+    is_loading: being read, so it stays. save: number of the order that writes it; 0 for none."""
 
     key: str
     num_tokens: int
@@ -37,6 +37,7 @@ class Copy:
     is_ready: bool = False
     is_protected: bool = False
     is_loading: bool = False
+    save: int = 0
 
 
 class Tier:
@@ -51,6 +52,9 @@ class Tier:
         self.used_bytes = 0
         self.num_evicted = 0
         self.num_hits = 0
+        """Loads that requests asked for."""
+        self.num_prefetched = 0
+        """Loads ahead of requests."""
         self.load_s = 0.0
         """From the order of a load to its answer, which comes with a step; of all hits together."""
         self._max_share = max_share
@@ -135,6 +139,13 @@ class Tier:
             self._protected_bytes -= oldest.size_bytes
             self._new[oldest.key] = oldest
 
+    def use_ahead(self, key: str) -> None:
+        """It is loaded ahead of a request: it becomes the most recent of its kind, which keeps it less than a use."""
+        copy = self._copies.get(key)
+        if copy is not None:
+            self.num_prefetched += 1
+            (self._protected if copy.is_protected else self._new).move_to_end(key)
+
     def remove(self, key: str) -> bool:
         """Forget a copy; whether there was one."""
         copy = self._copies.pop(key, None)
@@ -158,6 +169,14 @@ class Tier:
         assert sum(self._owned_bytes.values()) == self.used_bytes
 
 
+class Saved(NamedTuple):
+    """What a rank says of one tier of a save. number: of the order; a segment can be saved again."""
+
+    tier: TierName
+    key: str
+    number: int
+
+
 class Save(NamedTuple):
     """Copy a resident segment down. packed_rows: int32 [n] as bytes; origin: position of its first token."""
 
@@ -165,6 +184,11 @@ class Save(NamedTuple):
     packed_rows: bytes
     origin: int
     tiers: tuple[TierName, ...]
+    number: int = 0
+
+    def answers(self) -> list[Saved]:
+        """One for each tier."""
+        return [Saved(tier, self.key, self.number) for tier in self.tiers]
 
 
 class Load(NamedTuple):
@@ -197,10 +221,10 @@ class TierOrders:
 
 @dataclass
 class TierAnswers:
-    """Keys whose orders a rank has carried out, or could not; a key stands there once for each rank."""
+    """Orders that a rank has carried out, or could not; each stands there once for each rank."""
 
-    saved: list[str] = field(default_factory=list)
-    not_saved: list[str] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
+    not_saved: list[Saved] = field(default_factory=list)
     loaded: list[str] = field(default_factory=list)
     not_loaded: list[str] = field(default_factory=list)
 
@@ -216,24 +240,27 @@ class TierAnswers:
         )
 
 
-class Answers:
-    """Counts what the ranks say of keys, until all have."""
+_Order = TypeVar("_Order", bound=Hashable)
+
+
+class Answers(Generic[_Order]):
+    """Counts what the ranks say of orders, until all have."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._told: dict[str, tuple[int, bool]] = {}
+        self._told: dict[_Order, tuple[int, bool]] = {}
 
-    def note(self, done: Iterable[str], failed: Iterable[str]) -> list[tuple[str, bool]]:
-        """Keys that all ranks have answered by now, and whether all could do it."""
+    def note(self, done: Iterable[_Order], failed: Iterable[_Order]) -> list[tuple[_Order, bool]]:
+        """Orders that all ranks have answered by now, and whether all could carry them out."""
         complete = []
-        for key, is_good in [*((key, True) for key in done), *((key, False) for key in failed)]:
-            num, so_far = self._told.get(key, (0, True))
+        for order, is_good in [*((order, True) for order in done), *((order, False) for order in failed)]:
+            num, so_far = self._told.get(order, (0, True))
             num, so_far = num + 1, so_far and is_good
             if num < self._num_ranks:
-                self._told[key] = (num, so_far)
+                self._told[order] = (num, so_far)
             else:
-                self._told.pop(key, None)
-                complete.append((key, so_far))
+                self._told.pop(order, None)
+                complete.append((order, so_far))
         return complete
 
 
@@ -247,6 +274,7 @@ def sizes_of(tiers: Sequence[Tier]) -> dict[str, int]:
             ("bytes", tier.used_bytes),
             ("capacity_bytes", tier.capacity_bytes),
             ("hits", tier.num_hits),
+            ("prefetched", tier.num_prefetched),
             ("evictions", tier.num_evicted),
             ("load_ms", round(tier.load_s * 1e3)),
         )

@@ -3,6 +3,7 @@
 The scheduler side answers; the front end asks. One JSON object a line each way:
 
     {"op": "residency", "keys": [...]}   → {"resident": [true, ...]}
+    {"op": "below", "keys": [...]}       → {"below": [true, ...]}
     {"op": "keys", "tier": "disk"}       → {"keys": [...]}
     {"op": "outcome", "id": "..."}       → {"outcome": {...} | null}
     {"op": "stats"}                      → {"stats": {...}}
@@ -109,6 +110,12 @@ class ResidencyClient:
         if not keys:
             return []
         return [bool(flag) for flag in self._ask({"op": "residency", "keys": list(keys)})["resident"]]
+
+    def below(self, keys: Sequence[str]) -> list[bool]:
+        """Which segments are not in the pool and can be loaded into it; in the order of `keys`."""
+        if not keys:
+            return []
+        return [bool(flag) for flag in self._ask({"op": "below", "keys": list(keys)})["below"]]
 
     def keys(self, tier: str) -> list[str]:
         """Keys of all segments in a lower tier; none where there is no such tier."""

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _ANSWER_TOKENS = 512
 """Room that facts leave for an answer whose length the caller does not limit."""
+_FAILED = "the engine failed the chat with injected facts; they were prefilled as text"
 _CHANGES_RENDERING = frozenset(
     ("chat_template", "documents", "continue_final_message", "add_generation_prompt", "add_special_tokens",
      "reasoning_effort", "mm_processor_kwargs", "media_io_kwargs", "echo", "truncate_prompt_tokens",
@@ -57,6 +58,7 @@ class Turn:
     """The answer calls tools."""
     is_talk: bool = False
     """Something was said before this question."""
+    caller_salt: str = ""
 
     @property
     def wants_answer(self) -> bool:
@@ -101,16 +103,26 @@ async def begin(service: MemoryService, caller: Caller, body: dict[str, Any], as
     except InvalidInput as error:  # vLLM says what is wrong, or can do what memory cannot
         turn.reason = str(error)
         return turn
-    turn.prepared, turn.draft = prepared, draft
+    turn.prepared, turn.draft, turn.caller_salt = prepared, draft, caller_salt
     turn.reason = prepared.reason
     if prepared.choice.front or prepared.choice.tail:
-        _write(service, turn, body, draft, caller_salt)
+        _write(service, turn, body)
     return turn
 
 
-def _write(service: MemoryService, turn: Turn, body: dict[str, Any], draft: Draft, caller_salt: str) -> None:
-    prepared = turn.prepared
+def again_as_text(service: MemoryService, turn: Turn, body: dict[str, Any]) -> None:
+    """Write the same facts into `body`, as it came, for a chat that the engine failed with a plan."""
+    assert turn.prepared is not None
+    logger.warning("A chat whose injection failed is answered from text")
+    service.metrics.failed_injections.inc()
+    turn.prepared, turn.reason = turn.prepared._replace(plan=None), _FAILED
+    _write(service, turn, body)
+
+
+def _write(service: MemoryService, turn: Turn, body: dict[str, Any]) -> None:
+    prepared, draft, caller_salt = turn.prepared, turn.draft, turn.caller_salt
     assert prepared is not None
+    assert draft is not None
     front, tail = facts_of(prepared.choice.front), facts_of(prepared.choice.tail)
     params = dict(body.get("kv_transfer_params") or {})
     if service.front.accepts_ids and not _CHANGES_RENDERING & {

@@ -69,7 +69,8 @@ def front_of(state: Any) -> Front:
             "`inferscale serve`, or with the --kv-transfer-config of the README."
         )
     connector = connector_config(transfer.kv_connector_extra_config, str(transfer.engine_id))
-    server = from_mapping(ServerConfig, connector.server, 'kv_connector_extra_config["server"]')
+    settings = {"encryption_key_file": connector.encryption_key_file, **connector.server}
+    server = from_mapping(ServerConfig, settings, 'kv_connector_extra_config["server"]')
     given_keys = getattr(args, "api_key", None) or [os.environ.get("VLLM_API_KEY")]
     keys = [given_keys] if isinstance(given_keys, str) else given_keys
     return Front(

@@ -8,7 +8,6 @@ engine from the event loop. Like an encode pass, a request waits for running cha
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -18,20 +17,18 @@ from typing import Any
 
 from inferscale.catalog import Added
 from inferscale.config import ExtractionConfig
-from inferscale.errors import EngineError, ExtractionError, InvalidInput
-from inferscale.extraction import Inference, read_object, with_schema
+from inferscale.errors import EngineError, ExtractionError
+from inferscale.extraction import Inference, read_object
+from inferscale.extraction.engines import Question, SchemaOrText, question_of
 from inferscale.extraction.llm import Message
 from inferscale.memory import Memory
 from inferscale.prompt import PromptBuilder
 from inferscale.server.engine import EngineSide
 from inferscale.turns import Content
 
-logger = logging.getLogger(__name__)
-
 TIMEOUT_S = 300.0
 """For one answer, the time before its turn included."""
 _STOPPED = "the server is being stopped."
-_MIN_TOKENS = 64
 _THREADS = 4
 _AT_ONCE = 2
 """Requests in the engine; more would leave chats fewer places."""
@@ -53,7 +50,7 @@ class ServerExtraction:
         self._give_way = give_way
         self._places = asyncio.Semaphore(_AT_ONCE)
         self._loop = asyncio.get_running_loop()
-        self._takes_schemas = True
+        self._schemas = SchemaOrText(self._ask)
         self._asked: set[Future[str]] = set()
         self._closed = threading.Event()
 
@@ -71,20 +68,7 @@ class ServerExtraction:
         temperature: float = 0.0,
     ) -> dict[str, Any]:
         """See `ExtractionModel`."""
-        if self._takes_schemas:
-            try:
-                return self._ask(messages, schema, max_tokens, temperature)
-            except InvalidInput as error:
-                refusal = error
-        asked_with_schema = self._takes_schemas
-        try:
-            answer = self._ask(with_schema(messages, schema), None, max_tokens, temperature)
-        except InvalidInput as error:
-            raise ExtractionError(f"the engine refused the request: {error}") from error
-        if asked_with_schema:
-            logger.warning("Answers are not held to a schema from now on: %s", refusal)
-            self._takes_schemas = False
-        return answer
+        return self._schemas.complete(messages, schema, max_tokens, temperature)
 
     def _ask(
         self,
@@ -93,16 +77,10 @@ class ServerExtraction:
         max_tokens: int,
         temperature: float,
     ) -> dict[str, Any]:
-        ids = self._prompts.build(messages, template_kwargs={"enable_thinking": False}).token_ids
-        room = min(max_tokens, self._max_model_len - len(ids))
-        if room < _MIN_TOKENS:
-            raise ExtractionError(
-                f"the prompt has {len(ids)} tokens, and the model takes {self._max_model_len} with the "
-                "answer."
-            )
+        question = question_of(self._prompts, messages, max_tokens, self._max_model_len)
         if self._closed.is_set():
             raise ExtractionError(_STOPPED)
-        future = asyncio.run_coroutine_threadsafe(self._answer(ids, schema, room, temperature), self._loop)
+        future = asyncio.run_coroutine_threadsafe(self._answer(question, schema, temperature), self._loop)
         self._asked.add(future)
         if self._closed.is_set():  # meanwhile
             future.cancel()
@@ -118,12 +96,10 @@ class ServerExtraction:
         finally:
             self._asked.discard(future)
 
-    async def _answer(
-        self, ids: tuple[int, ...], schema: Mapping[str, Any] | None, max_tokens: int, temperature: float
-    ) -> str:
+    async def _answer(self, question: Question, schema: Mapping[str, Any] | None, temperature: float) -> str:
         async with self._places:
             await self._give_way()
-            return await self._engine.complete(ids, schema, max_tokens, temperature)
+            return await self._engine.complete(question.token_ids, schema, question.max_tokens, temperature)
 
 
 class Extractions:

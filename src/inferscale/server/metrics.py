@@ -48,6 +48,11 @@ class Metrics:
         self.added = _metric(Counter, "inferscale_facts_added_total", "Facts stored")
         self.deleted = _metric(Counter, "inferscale_facts_deleted_total", "Facts deleted")
         self.encoded = _metric(Counter, "inferscale_facts_encoded_total", "Facts whose KV was captured")
+        self.failed_injections = _metric(
+            Counter,
+            "inferscale_failed_injections_total",
+            "Chats that the engine failed with injected facts, asked again with these as text",
+        )
         self.backlog = _metric(Gauge, "inferscale_encode_backlog", "Encode passes that wait or run")
         self.tiers = _metric(
             Gauge, "inferscale_tier_bytes", "Bytes of KV below the pool", labelnames=("tier", "state")
@@ -56,7 +61,16 @@ class Metrics:
             Gauge, "inferscale_tier_segments", "Segments below the pool", labelnames=("tier",)
         )
         self.hits = _metric(
-            Gauge, "inferscale_tier_hits", "Segments loaded from a tier since the start", labelnames=("tier",)
+            Gauge,
+            "inferscale_tier_hits",
+            "Segments that chats had loaded from a tier since the start",
+            labelnames=("tier",),
+        )
+        self.prefetched = _metric(
+            Gauge,
+            "inferscale_tier_prefetched",
+            "Segments loaded from a tier ahead of chats since the start",
+            labelnames=("tier",),
         )
         self.pool = _metric(Gauge, "inferscale_pool_pages", "Pages of the KV pool", labelnames=("state",))
 
@@ -90,3 +104,4 @@ class Metrics:
             self.tiers.labels(tier, "free").set(max(0, capacity - used))
             self.segments.labels(tier).set(int(stats[f"{tier}_segments"]))
             self.hits.labels(tier).set(int(stats[f"{tier}_hits"]))
+            self.prefetched.labels(tier).set(int(stats.get(f"{tier}_prefetched", 0)))

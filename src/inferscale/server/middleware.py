@@ -254,8 +254,13 @@ class MemoryMiddleware:
             log_fault("A chat goes on without memory", error)
             said = chat.new_turns(body.get("messages"))
             turn, changed = chat.Turn(ask, caller, said, reason=_NOT_PREPARED), body
-        answer = AnswerWithMemory(service, turn, send)
+        answer = AnswerWithMemory(service, turn, send, may_retry=turn.plan_id is not None)
         await self._forward(scope, json.dumps(changed).encode(), receive, answer)
+        if answer.wants_retry:
+            changed = dict(body)
+            chat.again_as_text(service, turn, changed)
+            answer = AnswerWithMemory(service, turn, send)
+            await self._forward(scope, json.dumps(changed).encode(), receive, answer)
         if answer.is_complete:
             await chat.finish(service, turn)
 

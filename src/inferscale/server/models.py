@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from inferscale.facts import HistoryEvent, Scope
-from inferscale.server.service import ShownFact
+from inferscale.server.results import ShownFact
 from inferscale.turns import MAX_METADATA_LEVELS, is_deeper
 
 _MAX_BATCH = 10_000

@@ -9,81 +9,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import partial
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from dataclasses import replace
+from typing import Any
 
-from inferscale.catalog.results import Added, ScopeEpoch
-from inferscale.chat_plan import ChatPlanner, Mode, PreparedChat, Residents, digest_of
-from inferscale.encode_jobs import JobChooser, TurnBook
-from inferscale.encoder import EncodeJob, Encoder
-from inferscale.errors import EngineError, InferScaleError, UnknownFact, UnknownScope
-from inferscale.facts import ChangeEvent, Fact, HistoryEvent, Scope, SearchHit
+from inferscale.catalog.results import Added
+from inferscale.chat_plan import ChatPlanner, Mode, PreparedChat, digest_of
+from inferscale.encoder import Encoder
+from inferscale.errors import EngineError, UnknownFact, UnknownScope
+from inferscale.facts import Fact, HistoryEvent, Scope, SearchHit
 from inferscale.filters import Filter
 from inferscale.memory import Memory
-from inferscale.plan import Order, Plan, cache_salt
+from inferscale.plan import Plan, cache_salt
 from inferscale.prompt import Draft
 from inferscale.runtime.folder_lock import remove_runtime_dir
 from inferscale.runtime.residency import ResidencyClient
 from inferscale.runtime.secret import load_secret, open_runtime_dir
+from inferscale.server.encoding import Encoding
 from inferscale.server.engine import EngineSide, Front, prompt_builder
 from inferscale.server.extraction import Extractions, ServerExtraction
-from inferscale.server.gate import Gate
+from inferscale.server.forgetting import Forgetting
 from inferscale.server.keys import Caller, check_readable
 from inferscale.server.metrics import Metrics
+from inferscale.server.prefetch import Prefetch
+from inferscale.server.results import FactPage, InferredFacts, ShownFact, Stats
+from inferscale.server.threads import Threads
 from inferscale.turns import Content
 from inferscale.windows import WindowPolicy
 
 logger = logging.getLogger(__name__)
 
-_THREADS = 8
-_ORDERED_AT_ONCE = 2000
-_PART_TOKENS = 128
-"""Of a pass that chats may have to wait for."""
 _STOP_S = 5.0
-_STRAYS_EVERY_S = 60.0
-"""How often KV on disk is compared with the facts, where another process has written to the catalog."""
-_HEAD_IS_ENCODED = "the system text is being encoded"
 _NOT_ENCODED = "the facts found are being encoded"
 _TOO_FEW = "so few tokens are prefilled as fast"
 _GPU_MIN_INJECTED_TOKENS = 128
-
-_A = TypeVar("_A")
-_P = ParamSpec("_P")
-
-
-class ShownFact(NamedTuple):
-    """A fact for its owner. injectable: its KV is in the pool."""
-
-    fact: Fact
-    injectable: bool
-
-
-class InferredFacts(NamedTuple):
-    """What was stored of a conversation, and what became of each of its facts; see `catalog.Added`."""
-
-    facts: list[ShownFact]
-    events: tuple[ChangeEvent, ...]
-    warning: str | None
-
-
-class FactPage(NamedTuple):
-    """As `facts.Page`, for its owner."""
-
-    facts: list[ShownFact]
-    next_cursor: str | None
-
-
-class Stats(NamedTuple):
-    """num_injectable: None where it was not asked for a scope. counters: the connector's and the pool's."""
-
-    num_facts: int
-    num_injectable: int | None
-    num_pending: int
-    injection: bool
-    counters: Mapping[str, Any]
 
 
 class MemoryService:
@@ -100,24 +60,21 @@ class MemoryService:
         self.metrics = Metrics()
         self.injects = True
         """Switched by an operator; else every chat has its facts as text."""
-        self.planner = ChatPlanner(memory, encoder, front.max_model_len, self._ask_resident, keeps_turns=True)
+        self._threads = Threads()
+        self._run = self._threads.run
+        self._encoding = Encoding(front, encoder, residency, engine, self._threads, self.metrics)
+        self.gate = self._encoding.gate
+        self._forgetting = Forgetting(memory, engine, self._encoding, self._threads, self.metrics)
+        self._forget = self._forgetting.forget
+        self._prefetch = Prefetch(front, encoder, residency, engine, self._threads)
+        ask = self._encoding.ask_resident
+        self.planner = ChatPlanner(memory, encoder, front.max_model_len, ask, keeps_turns=True)
         memory.check_text = self.planner.check_length
-        self.gate: Gate[EncodeJob] = Gate(self._encode)
         model = ServerExtraction(engine, self.planner.prompts, front.max_model_len, self.gate.give_way)
         self._extractions = Extractions(memory, model, front.max_model_len)
-        self._jobs = JobChooser(encoder, residency)
-        self._turns = TurnBook()
-        self._missing: dict[Scope, set[str]] = {}  # facts that chats missed, by stored scope
-        self._threads = ThreadPoolExecutor(_THREADS, "inferscale-memory")
-        self._loop = asyncio.get_running_loop()
-        self._watching: asyncio.Task[None] | None = None
-        self._part_tokens = -(-_PART_TOKENS // front.block_size) * front.block_size
         given = front.server.min_injected_tokens
         default = _GPU_MIN_INJECTED_TOKENS if front.is_on_gpu else 0
         self._min_injected_tokens = default if given is None else given
-
-    async def _run(self, work: Callable[_P, _A], *args: _P.args, **kwargs: _P.kwargs) -> _A:
-        return await self._loop.run_in_executor(self._threads, partial(work, *args, **kwargs))
 
     # memory -----------------------------------------------------------------------------------
 
@@ -137,7 +94,7 @@ class MemoryService:
         facts = await self._run(
             self.memory.add,
             content,
-            **_ids(stored),
+            **stored.ids(),
             speaker=speaker,
             said_at=said_at,
             metadata=metadata,
@@ -146,7 +103,7 @@ class MemoryService:
         )
         if facts:
             self.metrics.added.inc(len(facts))
-            self._encode_later(stored)
+            self._encoding.put_new(stored, facts)
         return [ShownFact(_shown(caller, fact), False) for fact in facts]
 
     async def infer(
@@ -162,9 +119,9 @@ class MemoryService:
             await self._forget(added.keys, added.epochs)
             if added:
                 self.metrics.added.inc(len(added))
-                self._encode_later(stored)
+                self._encoding.put_new(stored, added)
 
-        added = await self._extractions.add(content, follow, **_ids(stored), **given)
+        added = await self._extractions.add(content, follow, **stored.ids(), **given)
         facts = [ShownFact(_shown(caller, fact), False) for fact in added]
         return InferredFacts(facts, added.events, added.warning)
 
@@ -181,11 +138,13 @@ class MemoryService:
 
         def find() -> list[SearchHit]:
             try:
-                return self.memory.search(query, **_ids(stored), top_k=top_k, filters=filters)
+                return self.memory.search(query, **stored.ids(), top_k=top_k, filters=filters)
             except UnknownScope:
                 return []
 
-        hits = await self._run_purged(find)
+        hits = await self._forgetting.run_purged(find)
+        if self.injects:
+            self._prefetch.put(stored, [hit.fact.id for hit in hits])
         shown = await self._with_state(caller, [hit.fact for hit in hits])
         return list(zip(shown, [hit.score for hit in hits], strict=True))
 
@@ -198,15 +157,15 @@ class MemoryService:
         filters: Mapping[str, Any] | None = None,
     ) -> FactPage:
         stored = self._readable(caller, scope)
-        page = await self._run(self.memory.page, **_ids(stored), limit=limit, after=after, filters=filters)
+        page = await self._run(self.memory.page, **stored.ids(), limit=limit, after=after, filters=filters)
         return FactPage(await self._with_state(caller, page.facts), page.next_cursor)
 
     async def set_block(self, caller: Caller, scope: Scope, name: str, text: str) -> ShownFact:
         """As `Memory.set_block`; encoding follows."""
         stored = caller.stored(scope)
-        update = await self._run(self.memory.set_block, name, text, **_ids(stored))
+        update = await self._run(self.memory.set_block, name, text, **stored.ids())
         await self._forget(update.keys, update.epochs)
-        self._encode_later(stored)
+        self._encoding.put_new(stored, [update.fact])
         return (await self._with_state(caller, [update.fact]))[0]
 
     async def blocks(self, caller: Caller, scope: Scope) -> list[ShownFact]:
@@ -215,27 +174,9 @@ class MemoryService:
         return await self._with_state(caller, found.blocks)
 
     async def delete_block(self, caller: Caller, scope: Scope, name: str) -> None:
-        deletion = await self._run(self.memory.delete_block, name, **_ids(caller.stored(scope)))
+        deletion = await self._run(self.memory.delete_block, name, **caller.stored(scope).ids())
         self.metrics.deleted.inc()
         await self._forget(deletion.keys, deletion.epochs)
-
-    async def _purge(self) -> None:
-        """Delete what has expired, of everybody."""
-        deletion = await self._run(self.memory.purge_expired)
-        self.metrics.deleted.inc(deletion.num_facts)
-        await self._forget(deletion.keys, deletion.epochs)
-
-    async def _run_purged(self, find: Callable[[], _A]) -> _A:
-        """What `find` finds once nothing is there that has expired. One visit to a thread, as a rule."""
-
-        def find_unless_due() -> tuple[_A] | None:
-            return None if self.memory.is_purge_due() else (find(),)
-
-        found = await self._run(find_unless_due)
-        if found is None:
-            await self._purge()
-            return await self._run(find)
-        return found[0]
 
     async def get(self, caller: Caller, fact_id: str) -> ShownFact:
         fact = await self._run(self._own, caller, fact_id)
@@ -247,7 +188,7 @@ class MemoryService:
         update = await self._run(self.memory.update, fact_id, **changes)
         await self._forget(update.keys, update.epochs)
         if update.keys or update.epochs:
-            self._encode_later(update.fact.scope)
+            self._encoding.put_new(update.fact.scope, [update.fact])
         return (await self._with_state(caller, [update.fact]))[0]
 
     async def history(self, caller: Caller, fact_id: str) -> list[HistoryEvent]:
@@ -262,7 +203,7 @@ class MemoryService:
         await self._forget(deletion.keys, deletion.epochs)
 
     async def delete_all(self, caller: Caller, scope: Scope) -> int:
-        deletion = await self._run(self.memory.delete_all, **_ids(caller.stored(scope)))
+        deletion = await self._run(self.memory.delete_all, **caller.stored(scope).ids())
         self.metrics.deleted.inc(deletion.num_facts)
         await self._forget(deletion.keys, deletion.epochs)
         return deletion.num_facts
@@ -272,7 +213,7 @@ class MemoryService:
         stored = scope if scope.is_empty() else caller.stored(scope)
         if scope.is_empty():
             caller.check_operator()
-        self.gate.put(f"warm {digest_of(stored)}", lambda: self._run(self._jobs.to_warm, stored))
+        self._encoding.put_all(stored)
         return self.gate.num_waiting
 
     async def stats(self, caller: Caller, scope: Scope) -> Stats:
@@ -295,7 +236,7 @@ class MemoryService:
             num_facts = self.memory.catalog.count(scope)
         else:
             facts = self.memory.catalog.facts(scope)
-            num_facts, num_injectable = len(facts), len(self._injectable(facts))
+            num_facts, num_injectable = len(facts), len(self._encoding.injectable(facts))
         return Stats(num_facts, num_injectable, self.gate.num_waiting, self.injects, counters)
 
     def check_readable(self, caller: Caller, scope: Scope) -> None:
@@ -315,43 +256,8 @@ class MemoryService:
         return fact
 
     async def _with_state(self, caller: Caller, facts: Sequence[Fact]) -> list[ShownFact]:
-        there = await self._run(self._injectable, facts)
+        there = await self._run(self._encoding.injectable, facts)
         return [ShownFact(_shown(caller, fact), fact.id in there) for fact in facts]
-
-    def _injectable(self, facts: Sequence[Fact]) -> set[str]:
-        """Ids of the facts whose KV is in the pool; none where the engine does not say."""
-        keys = self.encoder.keys(fact.id for fact in facts)
-        try:
-            there = self._jobs.resident(list(keys.values()))
-        except EngineError as error:
-            logger.warning("The pool could not be asked: %s", error)
-            return set()
-        return {fact_id for fact_id, key in keys.items() if key in there}
-
-    async def _forget(self, keys: Sequence[str], epochs: Sequence[ScopeEpoch]) -> None:
-        """The engine drops this KV, and refuses plans that are older. Goes on where the caller has left.
-
-        Earlier turns go too: what was deleted may have been said in them, or be quoted in an answer.
-        """
-        keys = [*keys, *self._turns.forget(item.scope for item in epochs)]
-        if not keys and not epochs:
-            return
-        try:
-            await asyncio.shield(self._order_forget(keys, epochs))
-        except EngineError:
-            # No new plan names these keys or this epoch, so nothing of it can be reached any more.
-            logger.exception("The engine was not told of a deletion; the KV stays until it is evicted")
-
-    async def _order_forget(self, keys: Sequence[str], epochs: Sequence[ScopeEpoch]) -> None:
-        """The epochs first: with them no request injects any of it. In orders of bounded size."""
-        told = tuple((digest_of(item.scope), item.epoch) for item in epochs)
-        if len(keys) + len(told) <= _ORDERED_AT_ONCE:  # as nearly always
-            await self.engine.order(Order("forget", tuple(keys), told))
-            return
-        for start in range(0, len(told), _ORDERED_AT_ONCE):
-            await self.engine.order(Order("forget", epochs=told[start : start + _ORDERED_AT_ONCE]))
-        for start in range(0, len(keys), _ORDERED_AT_ONCE):
-            await self.engine.order(Order("forget", tuple(keys[start : start + _ORDERED_AT_ONCE])))
 
     # chat -------------------------------------------------------------------------------------
 
@@ -370,36 +276,26 @@ class MemoryService:
         """A chat with the best facts; what has to be encoded for the next one is. Raises InvalidInput."""
         stored = self._readable(caller, scope)
         chat = (draft, stored, top_k, mode, tail, max_tokens, caller_salt, within)
-        prepared = await self._run_purged(lambda: self.planner.prepare(*chat))
+        prepared = await self._forgetting.run_purged(lambda: self.planner.prepare(*chat))
         missing = {candidate.fact.id for candidate in prepared.choice.missing}
         if missing:
-            self._missing.setdefault(stored, set()).update(missing)
-            self.gate.put(f"repair {digest_of(stored)}", lambda: self._repair_jobs(stored))
+            self._encoding.put_missing(stored, missing)
         if missing and prepared.plan is None and prepared.reason is None:
             prepared = prepared._replace(reason=_NOT_ENCODED)
         if prepared.plan is not None and sum(prepared.plan.table.lengths) < self._min_injected_tokens:
             prepared = prepared._replace(plan=None, reason=_TOO_FEW)
+        if mode == "inject":
+            self._prefetch.put(stored)
         self.metrics.prepared(mode, prepared)
         return prepared
-
-    async def _repair_jobs(self, scope: Scope) -> list[EncodeJob]:
-        """For all that chats of this scope have missed so far."""
-        return await self._run(self._jobs.for_repair, scope, self._missing.pop(scope, set()))
 
     async def keep_turn(
         self, draft: Draft, plan: Plan, caller: Caller, scope: Scope, answer: str | None
     ) -> None:
         """Encode a chat's turns for its next question. answer: see `ChatPlanner.conversation`."""
         stored = caller.stored(scope)
-        self._turns.put(await self._run(self.planner.conversation, draft, plan, stored, answer))
-        self.gate.put("turns", self._turn_jobs)
-
-    async def _turn_jobs(self) -> list[EncodeJob]:
-        """Of one conversation at a time, so that new facts do not wait for all of them."""
-        conversation = self._turns.take()
-        if self._turns.num_waiting:
-            self.gate.put("turns", self._turn_jobs)
-        return await self._run(self._jobs.for_turns, conversation) if conversation is not None else []
+        conversation = await self._run(self.planner.conversation, draft, plan, stored, answer)
+        self._encoding.put_turns(conversation)
 
     def text_salt(self, caller: Caller, scope: Scope, epoch: int, caller_salt: str) -> str:
         """Salt of vLLM's prefix cache for facts that stand in a prompt as text."""
@@ -413,53 +309,6 @@ class MemoryService:
         except EngineError as error:
             logger.warning("The outcome of a chat is not known: %s", error)
             return {}
-
-    def _ask_resident(self, head: tuple[int, ...], head_key: str, keys: Sequence[str]) -> Residents:
-        """As `AskResident`, in a thread. The head is encoded for the next chat where the pool lacks it."""
-        try:
-            there = self._jobs.resident([head_key, *keys])
-        except EngineError as error:
-            logger.warning("Facts are prefilled as text: %s", error)
-            return Residents(frozenset(), "the engine did not say which facts are in the pool")
-        if head_key in there or not there:
-            return Residents(there)
-
-        async def head_job() -> list[EncodeJob]:
-            return [self.encoder.head_job(head)]
-
-        self._loop.call_soon_threadsafe(partial(self.gate.put, f"head {head_key}", head_job, is_urgent=True))
-        return Residents(frozenset(), _HEAD_IS_ENCODED)
-
-    async def forget_strays(self) -> None:
-        """After a start: remove KV on disk that no fact has any more. Nothing of it can be reached."""
-        try:
-            strays = await self._run(self._jobs.strays)
-            if strays:
-                logger.info("%d segments on disk belong to no fact and are removed", len(strays))
-                await self._order_forget(strays, ())
-        except InferScaleError:
-            logger.exception("What lies on disk could not be compared with the facts")
-
-    # encoding ---------------------------------------------------------------------------------
-
-    def _encode_later(self, scope: Scope) -> None:
-        self.gate.put(f"new {digest_of(scope)}", lambda: self._run(self.encoder.new_jobs, scope))
-
-    async def _encode(self, job: EncodeJob) -> None:
-        """One pass; in parts where chats come and go: each finds the one before in vLLM's prefix cache."""
-        in_parts = self.gate.has_company and self.front.caches_prefixes
-        parts = job.in_parts(self._part_tokens) if in_parts else [job]
-        num_lost = 0
-        for number, part in enumerate(parts):
-            if number:
-                await self.gate.give_way()
-            if await self._run(self.encoder.is_outdated, part):
-                return
-            outcome = await self.engine.run(part.token_ids, self.encoder.plan_of(part))
-            num_lost += len(part.captures) - int(outcome.get("captured", 0))
-        self.metrics.encoded.inc(0 if num_lost else job.num_facts)
-        if num_lost:
-            logger.info("%d of %d segments of a pass were not captured", num_lost, len(job.captures))
 
     # seen from outside ------------------------------------------------------------------------
 
@@ -481,21 +330,11 @@ class MemoryService:
     def begin(self) -> None:
         """What a start has to do besides, in the background."""
         if self.front.connector.disk_bytes:
-            self._watching = self._loop.create_task(self._watch_strays(), name="inferscale-strays")
-
-    async def _watch_strays(self) -> None:
-        """At the start, and where another process may have deleted something since."""
-        known = None
-        while True:
-            token = await self._run(self.memory.catalog.change_token)
-            if known is None or token.data_version != known.data_version:
-                await self.forget_strays()
-            known = token
-            await asyncio.sleep(_STRAYS_EVERY_S)
+            self._forgetting.watch_strays()
 
     def load_embedder(self) -> None:
         """Begin to load it: the first chat need not wait for it."""
-        self._threads.submit(self._embed_something)
+        self._threads.start(self._embed_something)
 
     def _embed_something(self) -> None:
         try:
@@ -505,14 +344,12 @@ class MemoryService:
 
     async def close(self) -> None:
         """What is encoded no further is encoded when a chat misses it. Takes the runtime folder away."""
-        if self._watching is not None:
-            self._watching.cancel()
+        self._forgetting.close()
         with suppress(TimeoutError):
             await asyncio.wait_for(self._extractions.close(), _STOP_S)
+        await self._prefetch.close()
         await self.gate.close()
-        stopping = asyncio.to_thread(self._threads.shutdown, wait=True, cancel_futures=True)
-        with suppress(TimeoutError):  # they may use what is closed next, but not for ever
-            await asyncio.wait_for(stopping, _STOP_S)
+        await self._threads.close()
         self.residency.close()
         self.memory.close()
         remove_runtime_dir(self.front.runtime_dir)
@@ -538,22 +375,5 @@ def open_service(front: Front) -> MemoryService:
     return MemoryService(front, memory, encoder, residency, engine)
 
 
-def _ids(scope: Scope) -> dict[str, str | None]:
-    return {"user_id": scope.user_id, "agent_id": scope.agent_id, "run_id": scope.run_id}
-
-
 def _shown(caller: Caller, fact: Fact) -> Fact:
-    from dataclasses import replace
-
     return replace(fact, scope=caller.shown(fact.scope))
-
-
-__all__ = [
-    "FactPage",
-    "InferScaleError",
-    "InferredFacts",
-    "MemoryService",
-    "ShownFact",
-    "Stats",
-    "open_service",
-]

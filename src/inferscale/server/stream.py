@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from inferscale.server import chat
@@ -23,9 +24,18 @@ _ERROR = b'"error"'
 
 
 class AnswerWithMemory:
-    """A `send` for one chat. is_complete: the answer went out whole and was no error."""
+    """A `send` for one chat. is_complete: the answer went out whole and was no error.
 
-    def __init__(self, service: MemoryService, turn: chat.Turn, send: Send) -> None:
+    may_retry: an error of the server that comes before anything of an answer is kept back, with all that
+    follows it; wants_retry tells of it. Until then a stream has not begun for the client.
+    """
+
+    def __init__(
+        self, service: MemoryService, turn: chat.Turn, send: Send, *, may_retry: bool = False
+    ) -> None:
+        self._may_retry = may_retry  # nothing has gone out yet
+        self._opening: tuple[Message | None, bytes] = (None, b"")  # kept back until the answer begins
+        self.wants_retry = False
         self._service = service
         self._turn = turn
         self._send = send
@@ -38,6 +48,8 @@ class AnswerWithMemory:
         self.is_complete = False
 
     async def __call__(self, message: Message) -> None:
+        if self.wants_retry:
+            return
         if message["type"] == "http.response.start":
             await self._begin(message)
         elif message["type"] == "http.response.body" and (self._is_stream or self._start is not None):
@@ -50,9 +62,14 @@ class AnswerWithMemory:
         kind = kinds[0].split(b";")[0].strip().lower() if kinds else b""
         if message["status"] == 200 and kind == b"text/event-stream":
             self._is_stream = True
-            await self._send(_without_length(message))
+            if self._may_retry:
+                self._opening = (_without_length(message), b"")
+            else:
+                await self._send(_without_length(message))
         elif message["status"] == 200 and kind == b"application/json":
             self._start = message
+        elif self._may_retry and message["status"] >= 500:
+            self.wants_retry = True
         else:
             await self._send(message)
 
@@ -61,8 +78,17 @@ class AnswerWithMemory:
         is_last = not message.get("more_body", False)
         if self._is_stream:
             out = await self._events(is_last)
-            if out or is_last:
-                await self._send({**message, "body": out})
+            if self.wants_retry:
+                return
+            start, before = self._opening
+            if self._may_retry and not is_last:
+                self._opening = (start, before + out)
+                return
+            if start is not None:
+                await self._send(start)
+            self._opening = (None, b"")
+            if before or out or is_last:
+                await self._send({**message, "body": before + out})
         elif is_last:
             assert self._start is not None
             await self._whole(self._start)
@@ -97,6 +123,12 @@ class AnswerWithMemory:
 
     async def _event(self, event: bytes) -> bytes:
         """What can go out now that this event is here."""
+        if self._may_retry:
+            found = chat.event_of(event)
+            if found is not None and "error" in found:
+                self.wants_retry = True
+                return b""
+            self._may_retry = found is not None and _only_opens(found)
         if _DONE.match(event):
             return await self._with_memory(self._take_held()) + event
         out = self._take_held()
@@ -138,6 +170,20 @@ class AnswerWithMemory:
             log_fault("The memory of an answer could not be told", error)
             return held
         return b"data: " + json.dumps(event).encode() + b"\n\n"
+
+
+def _only_opens(event: Mapping[str, Any]) -> bool:
+    """Whether an event is the chunk that only names the role: it comes with the first token, or the error."""
+    choices = event.get("choices")
+    if not isinstance(choices, list) or not choices:
+        return False
+    return all(
+        isinstance(choice, dict)
+        and choice.get("finish_reason") is None
+        and isinstance(choice.get("delta"), dict)
+        and not any(value for name, value in choice["delta"].items() if name != "role")
+        for choice in choices
+    )
 
 
 def _is_answer(body: Any) -> TypeGuard[dict[str, Any]]:

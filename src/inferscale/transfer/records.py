@@ -7,7 +7,6 @@ is no longer so, until when it was, the id of its successor and why.
 
 from __future__ import annotations
 
-import math
 import uuid
 from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime, time, timedelta
@@ -15,6 +14,7 @@ from typing import Any
 
 from inferscale.catalog import Ended, Revision, StoredFact
 from inferscale.catalog.rows import metadata_json
+from inferscale.dates import is_time
 from inferscale.errors import EmptyText, InvalidInput
 from inferscale.facts import Fact, Scope, Turn
 from inferscale.turns import clean_text, read_block_name, read_scope, read_turns
@@ -186,8 +186,10 @@ def _name(value: object, what: str) -> str:
 
 
 def _seconds(value: object, what: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise InvalidInput(f"{what} is {value!r}; a Unix time in seconds is needed.")
+    if not is_time(value):
+        raise InvalidInput(
+            f"{what} is {value!r:.60}; a Unix time in seconds, of the years 1 to 9999, is needed."
+        )
     return float(value)
 
 
@@ -199,7 +201,7 @@ def moment(value: object, what: str) -> float:
         found = datetime.fromisoformat(value)  # type: ignore[arg-type]
     except (TypeError, ValueError) as error:
         raise InvalidInput(f"{what} is {value!r}; a time in the form of ISO 8601 is needed.") from error
-    return (found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp()
+    return _seconds((found if found.tzinfo is not None else found.replace(tzinfo=UTC)).timestamp(), what)
 
 
 def _end_of_day(value: object) -> float | None:
@@ -208,6 +210,8 @@ def _end_of_day(value: object) -> float | None:
         return None
     try:
         day = date.fromisoformat(value)  # type: ignore[arg-type]
+        if day == date.max:  # for ever, as some write it
+            return None
         return datetime.combine(day + timedelta(days=1), time(), UTC).timestamp()
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidInput(f"expiration_date is {value!r}; a date such as 2030-12-31 is needed.") from error

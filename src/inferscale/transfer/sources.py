@@ -58,7 +58,8 @@ def _values(path: str, collection: str | None, changes: dict[str, list[Change]])
     if source.is_dir():
         source = mem0_stores.collection_file(source, collection)
     try:
-        is_database = mem0_stores.is_sqlite(source)
+        # A pipe, such as one of a shell's <(…), can be read once.
+        is_database = not source.is_fifo() and mem0_stores.is_sqlite(source)
     except OSError as error:
         raise InvalidInput(
             f"{path} cannot be read: {error.strerror}. Give a file, or - for standard input."

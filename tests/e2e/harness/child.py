@@ -70,10 +70,13 @@ class EngineHost:
                 kv_connector_extra_config={
                     "pool_size_bytes": options.pool_tokens * _token_bytes(options.checkpoint),
                     "page_size_tokens": options.page_size_tokens,
+                    "pool_dtype": options.pool_dtype,
+                    "tier_wait": "always",
                     "compile_injection": options.compile_injection,
                     "host_size_bytes": options.host_tokens * _token_bytes(options.checkpoint),
                     "disk_size_bytes": "1GiB" if options.disk else 0,
                     "disk_dir": options.disk,
+                    "encryption_key_file": options.key_file,
                     "runtime_dir": self._folder.name,
                 },
             )
@@ -165,6 +168,7 @@ class EngineHost:
             detokenize=False,
             prompt_logprobs=0 if request.prompt_logprobs else None,
             skip_reading_prefix_cache=request.skip_reading_prefix_cache,
+            allowed_token_ids=None if request.allowed is None else list(request.allowed),
             extra_args=extra,
         )
 

@@ -19,6 +19,7 @@ class EngineOptions:
     block_size: of the paged cache, None for vLLM's default (128 on a CPU). num_blocks: blocks of
     the paged cache. pool_tokens: capacity of the pool; 0 starts vLLM without the connector.
     host_tokens: capacity of host memory below the pool. disk: folder of the copies on disk.
+    key_file: with the key that these are encrypted with.
     num_threads: more than one is slow for models this small, above all where other processes run.
     """
 
@@ -31,8 +32,10 @@ class EngineOptions:
     enable_prefix_caching: bool = True
     pool_tokens: int = 16384
     page_size_tokens: int = 16
+    pool_dtype: str = "auto"
     host_tokens: int = 0
     disk: str | None = None
+    key_file: str | None = None
     compile_injection: bool = False
     num_threads: int = 1
     environment: tuple[tuple[str, str], ...] = ()
@@ -40,7 +43,7 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class Request:
-    """One request. params: its `kv_transfer_params`. salt: its cache salt."""
+    """One request. params: its `kv_transfer_params`. salt: its cache salt. allowed: tokens that may come."""
 
     ids: tuple[int, ...]
     params: Any = None
@@ -48,6 +51,7 @@ class Request:
     max_tokens: int = 1
     prompt_logprobs: bool = False
     skip_reading_prefix_cache: bool | None = None
+    allowed: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, TypedDict
+from typing import TYPE_CHECKING, Any, Final
 
 from inferscale.compat.mem0 import given as _given
 from inferscale.compat.mem0.given import DEFAULT_THRESHOLD
@@ -34,12 +34,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 UNSET: Final = Keep.KEEP
 DEFAULT_TOP_K = 20
-
-
-class _Ids(TypedDict):
-    user_id: str | None
-    agent_id: str | None
-    run_id: str | None
 
 
 class Memory:
@@ -113,7 +107,7 @@ class Memory:
             return {"results": []}
         added = self.memory.add(
             content,
-            **_ids(scope),
+            **scope.ids(),
             said_at=_given.read_timestamp(timestamp),
             metadata=own,
             expires_at=None if until is None else end_of_day(until),
@@ -141,7 +135,7 @@ class Memory:
         scope, rest = _given.read_filters(filters, kwargs, "get_all")
         _check_no_expired(show_expired)
         try:
-            facts = self.memory.get_all(**_ids(scope), limit=top_k, filters=rest)
+            facts = self.memory.get_all(**scope.ids(), limit=top_k, filters=rest)
         except UnknownScope:
             return {"results": []}
         return {"results": [shown(fact) for fact in facts]}
@@ -169,7 +163,7 @@ class Memory:
         scope, rest = _given.read_filters(filters, kwargs, "search")
         _check_no_expired(show_expired)
         try:
-            hits = self.memory.search(query, **_ids(scope), top_k=top_k, filters=rest)
+            hits = self.memory.search(query, **scope.ids(), top_k=top_k, filters=rest)
         except UnknownScope:
             return {"results": []}
         results = []
@@ -222,7 +216,7 @@ class Memory:
         """Delete all memories of a user, agent or run at once, with their histories."""
         advice = "give at least one of user_id, agent_id and run_id, or delete everything by reset()."
         scope = _given.read_ids(user_id, agent_id, run_id, advice)
-        self.memory.delete_all(**_ids(scope))
+        self.memory.delete_all(**scope.ids())
         return {"message": "Memories deleted successfully!"}
 
     def history(self, memory_id: str) -> list[dict[str, Any]]:
@@ -271,7 +265,3 @@ class Memory:
 def _check_no_expired(show_expired: bool) -> None:
     if show_expired:
         raise InvalidInput("show_expired=True is not supported: what has expired is deleted. Leave it out.")
-
-
-def _ids(scope: Scope) -> _Ids:
-    return {"user_id": scope.user_id, "agent_id": scope.agent_id, "run_id": scope.run_id}

@@ -1,0 +1,57 @@
+"""How fast this engine prefills and its lower tiers load, measured while it runs. Pure.
+
+Prefilling: tokens of a step over the time to the next one. A pause of the engine makes a sample slower,
+never faster, so the fastest of the last ones counts. Loading: bytes over the time that a request waited for
+them, in steps and queues as they are; the median of the last ones counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping
+
+from inferscale.pool.tiers import TierName
+
+_SAMPLES = 16
+_LEAST_TOKENS = 128
+"""Of a step that says how fast prefilling is; smaller ones are decoding for the most part."""
+
+
+class Pace:
+    def __init__(self) -> None:
+        self._prefill: deque[float] = deque(maxlen=_SAMPLES)
+        self._loads: dict[str, deque[float]] = {}
+        self._last: tuple[int, float] | None = None
+
+    def note_step(self, num_tokens: int, now_s: float) -> None:
+        """A step of so many tokens begins."""
+        if self._last is not None:
+            before, then_s = self._last
+            if before >= _LEAST_TOKENS and now_s > then_s:
+                self._prefill.append(before / (now_s - then_s))
+        self._last = num_tokens, now_s
+
+    def note_load(self, tier: str, size_bytes: int, seconds: float) -> None:
+        """A request has waited so long for so much."""
+        if size_bytes and seconds > 0:
+            self._loads.setdefault(tier, deque(maxlen=_SAMPLES)).append(size_bytes / seconds)
+
+    def prefill_tokens_per_s(self) -> float | None:
+        return max(self._prefill, default=None)
+
+    def load_bytes_per_s(self, tier: str) -> float | None:
+        samples = self._loads.get(tier)
+        return statistics.median(samples) if samples else None
+
+    def is_worth_waiting(self, num_tokens: int, size_bytes: Mapping[TierName, int]) -> bool:
+        """Whether to load so many bytes from each tier takes less long than to prefill the tokens.
+
+        What was never measured is assumed to be worth it: then it is measured.
+        """
+        prefill = self.prefill_tokens_per_s()
+        rates = {tier: self.load_bytes_per_s(tier) for tier in size_bytes}
+        if prefill is None:
+            return True
+        load_s = sum(size / rate for tier, size in size_bytes.items() if (rate := rates[tier]) is not None)
+        return load_s <= num_tokens / prefill

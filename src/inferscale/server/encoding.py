@@ -1,0 +1,147 @@
+"""The encode passes of one API process: what asks for them, and how one runs behind chats.
+
+Nothing is chosen when it is asked for: what came meanwhile is in it when its turn comes (`gate`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterable, Sequence, Set
+from functools import partial
+
+from inferscale.chat_plan import Residents, digest_of
+from inferscale.conversation import Conversation
+from inferscale.encode_jobs import JobChooser, TurnBook
+from inferscale.encoder import EncodeJob, Encoder
+from inferscale.errors import EngineError
+from inferscale.facts import Fact, Scope
+from inferscale.runtime.residency import ResidencyClient
+from inferscale.server.engine import EngineSide, Front
+from inferscale.server.gate import Gate
+from inferscale.server.metrics import Metrics
+from inferscale.server.threads import Threads
+
+logger = logging.getLogger(__name__)
+
+_PART_TOKENS = 128
+"""Of a pass that chats may have to wait for."""
+_HEAD_IS_ENCODED = "the system text is being encoded"
+
+
+class Encoding:
+    """Methods are to be called in one event loop, but for those that say otherwise."""
+
+    def __init__(
+        self,
+        front: Front,
+        encoder: Encoder,
+        residency: ResidencyClient,
+        engine: EngineSide,
+        threads: Threads,
+        metrics: Metrics,
+    ) -> None:
+        self.gate: Gate[EncodeJob] = Gate(self._encode)
+        self._encoder = encoder
+        self._engine = engine
+        self._threads = threads
+        self._metrics = metrics
+        self._jobs = JobChooser(encoder, residency)
+        self._turns = TurnBook()
+        self._new: dict[Scope, set[str]] = {}  # facts that were stored or changed, by stored scope
+        self._missing: dict[Scope, set[str]] = {}  # facts that chats missed, by stored scope
+        self._loop = asyncio.get_running_loop()
+        self._caches_prefixes = front.caches_prefixes
+        self._part_tokens = -(-_PART_TOKENS // front.block_size) * front.block_size
+
+    # --- what is in the pool -----------------------------------------------------------------
+
+    def injectable(self, facts: Sequence[Fact]) -> set[str]:
+        """Ids of the facts whose KV is in the pool; none where the engine does not say. In a thread."""
+        keys = self._encoder.keys(fact.id for fact in facts)
+        try:
+            there = self._jobs.resident(list(keys.values()))
+        except EngineError as error:
+            logger.warning("The pool could not be asked: %s", error)
+            return set()
+        return {fact_id for fact_id, key in keys.items() if key in there}
+
+    def ask_resident(self, head: tuple[int, ...], head_key: str, keys: Sequence[str]) -> Residents:
+        """As `AskResident`, in a thread. The head is encoded for the next chat where the pool lacks it."""
+        try:
+            there = self._jobs.resident([head_key, *keys])
+        except EngineError as error:
+            logger.warning("Facts are prefilled as text: %s", error)
+            return Residents(frozenset(), "the engine did not say which facts are in the pool")
+        if head_key in there or not there:
+            return Residents(there)
+
+        async def head_job() -> list[EncodeJob]:
+            return [self._encoder.head_job(head)]
+
+        self._loop.call_soon_threadsafe(partial(self.gate.put, f"head {head_key}", head_job, is_urgent=True))
+        return Residents(frozenset(), _HEAD_IS_ENCODED)
+
+    def strays(self) -> list[str]:
+        """Keys on disk that no fact has. In a thread. Raises EngineError."""
+        return self._jobs.strays()
+
+    def forget_turns(self, scopes: Iterable[Scope]) -> list[str]:
+        """Keys of the turns of these scopes, whose KV is to be forgotten; what waits of them does not run."""
+        return self._turns.forget(scopes)
+
+    # --- what is to be encoded ---------------------------------------------------------------
+
+    def put_new(self, scope: Scope, facts: Iterable[Fact]) -> None:
+        """Facts that were stored or changed in it. Others without KV, as all are after a change of model, are
+        encoded when a chat misses them."""
+        self._new.setdefault(scope, set()).update(fact.id for fact in facts)
+        self.gate.put(f"new {digest_of(scope)}", lambda: self._new_jobs(scope))
+
+    def put_missing(self, scope: Scope, fact_ids: Set[str]) -> None:
+        """Facts that a chat of this scope found without KV."""
+        self._missing.setdefault(scope, set()).update(fact_ids)
+        self.gate.put(f"repair {digest_of(scope)}", lambda: self._repair_jobs(scope))
+
+    def put_turns(self, conversation: Conversation) -> None:
+        self._turns.put(conversation)
+        self.gate.put("turns", self._turn_jobs)
+
+    def put_all(self, scope: Scope) -> None:
+        """What is not in the pool, as far as it has room."""
+        self.gate.put(f"warm {digest_of(scope)}", lambda: self._threads.run(self._jobs.to_warm, scope))
+
+    async def _new_jobs(self, scope: Scope) -> list[EncodeJob]:
+        """For all that were stored or changed so far, and what was said right behind them."""
+        fact_ids = self._new.pop(scope, set())
+        plan = partial(self._encoder.new_jobs, scope, fact_ids, with_followers=True)
+        return await self._threads.run(plan)
+
+    async def _repair_jobs(self, scope: Scope) -> list[EncodeJob]:
+        """For all that chats of this scope have missed so far."""
+        return await self._threads.run(self._jobs.for_repair, scope, self._missing.pop(scope, set()))
+
+    async def _turn_jobs(self) -> list[EncodeJob]:
+        """Of one conversation at a time, so that new facts do not wait for all of them."""
+        conversation = self._turns.take()
+        if self._turns.num_waiting:
+            self.gate.put("turns", self._turn_jobs)
+        if conversation is None:
+            return []
+        return await self._threads.run(self._jobs.for_turns, conversation)
+
+    async def _encode(self, job: EncodeJob) -> None:
+        """One pass; in parts where chats come and go: each finds the one before in vLLM's prefix cache."""
+        in_parts = self.gate.has_company and self._caches_prefixes
+        parts = job.in_parts(self._part_tokens) if in_parts else [job]
+        num_lost = 0
+        for number, part in enumerate(parts):
+            if number:
+                await self.gate.give_way()
+            if await self._threads.run(self._encoder.is_outdated, part):
+                return
+            outcome = await self._engine.run(part.token_ids, self._encoder.plan_of(part))
+            num_lost += len(part.captures) - int(outcome.get("captured", 0))
+        self._metrics.encoded.inc(0 if num_lost else job.num_facts)
+        if num_lost:
+            logger.info("%d of %d segments of a pass were not captured", num_lost, len(job.captures))

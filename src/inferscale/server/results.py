@@ -1,0 +1,40 @@
+"""What `MemoryService` answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from inferscale.facts import ChangeEvent, Fact
+
+
+class ShownFact(NamedTuple):
+    """A fact for its owner. injectable: its KV is in the pool."""
+
+    fact: Fact
+    injectable: bool
+
+
+class InferredFacts(NamedTuple):
+    """What was stored of a conversation, and what became of each of its facts; see `catalog.Added`."""
+
+    facts: list[ShownFact]
+    events: tuple[ChangeEvent, ...]
+    warning: str | None
+
+
+class FactPage(NamedTuple):
+    """As `facts.Page`, for its owner."""
+
+    facts: list[ShownFact]
+    next_cursor: str | None
+
+
+class Stats(NamedTuple):
+    """num_injectable: None where it was not asked for a scope. counters: the connector's and the pool's."""
+
+    num_facts: int
+    num_injectable: int | None
+    num_pending: int
+    injection: bool
+    counters: Mapping[str, Any]

@@ -1,0 +1,61 @@
+"""Whether to wait for a load or to prefill: from measured rates only."""
+
+from __future__ import annotations
+
+import pytest
+
+from inferscale.connector.pace import Pace
+
+
+def pace_of(steps: list[tuple[int, float]]) -> Pace:
+    pace = Pace()
+    for num_tokens, now_s in steps:
+        pace.note_step(num_tokens, now_s)
+    return pace
+
+
+def test_the_fastest_of_the_large_steps_counts() -> None:
+    """Decoding steps say nothing of it, and a pause makes a step look slow."""
+    pace = pace_of([(1000, 10.0), (1000, 10.5), (1000, 60.0), (64, 61.0), (64, 61.001), (2000, 62.0)])
+    assert pace.prefill_tokens_per_s() == pytest.approx(2000)
+    assert pace_of([(64, 0.0), (64, 0.1), (64, 0.2)]).prefill_tokens_per_s() is None
+
+
+def test_old_steps_are_forgotten() -> None:
+    """The engine was faster once: before others used the machine as well."""
+    pace = pace_of([(1000, 0.0), (1000, 0.1)] + [(1000, 1.0 + number) for number in range(20)])
+    assert pace.prefill_tokens_per_s() == pytest.approx(1000)
+
+
+def test_what_was_never_measured_is_tried() -> None:
+    pace = Pace()
+    assert pace.is_worth_waiting(100, {"disk": 10**12})
+    pace = pace_of([(1000, 0.0), (1000, 1.0)])
+    assert pace.is_worth_waiting(100, {"disk": 10**12})
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_worth_it"),
+    [
+        ({"host": 9_000}, True),
+        ({"host": 11_000}, False),
+        ({"disk": 900}, True),
+        ({"disk": 1_100}, False),
+        ({"host": 6_000, "disk": 600}, False),
+        ({"host": 4_000, "disk": 400}, True),
+    ],
+)
+def test_loading_against_prefilling(sizes: dict[str, int], is_worth_it: bool) -> None:
+    """1,000 tokens take a second; so do 10,000 bytes from host memory and 1,000 from disk."""
+    pace = pace_of([(1000, 0.0), (1000, 1.0)])
+    for seconds in (1.0, 100.0, 0.001):  # the middle one counts
+        pace.note_load("host", 10_000, seconds)
+        pace.note_load("disk", 1_000, seconds)
+    assert pace.is_worth_waiting(1000, sizes) == is_worth_it  # type: ignore[arg-type]
+
+
+def test_a_load_without_a_time_says_nothing() -> None:
+    pace = Pace()
+    pace.note_load("host", 100, 0.0)
+    pace.note_load("host", 0, 1.0)
+    assert pace.load_bytes_per_s("host") is None

@@ -1,0 +1,54 @@
+"""What stands for the engine and its connector where parts of the service are tested by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from inferscale.errors import EngineError
+from inferscale.plan import Order
+
+FRONT: Any = SimpleNamespace(block_size=16, caches_prefixes=True)
+
+
+class Engine:
+    """Notes orders and passes, by their number of tokens. is_gone: it answers nothing any more."""
+
+    model = "m"
+    secret = b"secret"
+
+    def __init__(self) -> None:
+        self.orders: list[Order] = []
+        self.ran: list[int] = []
+        self.is_gone = False
+        self.loses = 0
+
+    async def order(self, order: Order) -> dict[str, Any]:
+        if self.is_gone:
+            raise EngineError("gone")
+        self.orders.append(order)
+        return {}
+
+    async def run(self, token_ids: Sequence[int], plan: Any) -> dict[str, Any]:
+        self.ran.append(len(token_ids))
+        return {"captured": len(plan.captures) - self.loses}
+
+
+class Connector:
+    """`ResidencyClient` with a pool that holds `there` and a disk that holds `on_disk`."""
+
+    def __init__(self) -> None:
+        self.there: set[str] = set()
+        self.on_disk: list[str] = []
+        self.is_gone = False
+
+    def resident(self, keys: Sequence[str]) -> list[bool]:
+        if self.is_gone:
+            raise EngineError("gone")
+        return [key in self.there for key in keys]
+
+    def keys(self, tier: str) -> list[str]:
+        if self.is_gone:
+            raise EngineError("gone")
+        return self.on_disk
