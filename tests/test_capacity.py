@@ -59,9 +59,7 @@ def test_a_config_says_the_same_as_the_name(tmp_path: Path, shape: str) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "scales"), [("int8", 2 * 2 * 32 * 8 * 4), ("fp8", 2 * 2 * 32 * 8)])
-def test_a_quantized_pool_takes_a_byte_an_element_and_scales(
-    tmp_path: Path, dtype: str, scales: int
-) -> None:
+def test_a_quantized_pool_takes_a_byte_an_element_and_scales(tmp_path: Path, dtype: str, scales: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SHAPES["llama-3.1-8b"]))
     assert token_bytes_of("Llama-3.1-8B", dtype) == 65_536 + scales
     assert token_bytes_of(str(tmp_path), dtype) == 65_536 + scales
@@ -92,14 +90,17 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
 
 def test_the_table_of_the_page_is_true() -> None:
     rows = re.findall(
-        r"^\| ([\w.-]+) \| (\d+) KiB \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$", PAGE.read_text(), re.M
+        r"^\| ([\w.-]+) \| (\d+) KiB \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|$",
+        PAGE.read_text(),
+        re.M,
     )
     assert {row[0] for row in rows} == set(COMMON)
-    for name, token_kib, *per_gib in rows:
+    for name, token_kib, *per_gib, int8 in rows:
         token_bytes = token_bytes_of(name, None)
         assert int(token_kib) == round(token_bytes / 1024)
         expected = [facts_per_gib(token_bytes, tokens) for tokens in (15, 30, 60)]
         assert [int(number.replace(",", "")) for number in per_gib] == expected
+        assert int(int8.replace(",", "")) == facts_per_gib(token_bytes_of(name, "int8"), 30)
 
 
 def test_on_the_command_line() -> None:

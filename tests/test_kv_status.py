@@ -27,6 +27,7 @@ STATS = {
     "host_hits": 10,
     "host_evictions": 1,
     "host_load_ms": 25,
+    "host_prefetched": 3,
 }
 
 
@@ -58,6 +59,7 @@ def test_what_was_loaded_is_no_hit_of_the_pool() -> None:
     pool, host = tiers_of(STATS)
     assert (pool.hits, pool.used_share) == (40, 0.75)
     assert (host.hits, host.used_share, host.hit_ms) == (10, 0.25, 2.5)
+    assert (pool.prefetched, host.prefetched) == (0, 3)
 
 
 def test_a_table(monkeypatch: pytest.MonkeyPatch) -> None:

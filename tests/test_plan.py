@@ -46,7 +46,7 @@ PLANS = st.builds(
     order=st.none()
     | st.builds(
         Order,
-        st.sampled_from(["forget", "stats"]),
+        st.sampled_from(["forget", "stats", "prefetch"]),
         st.lists(TEXT, max_size=3).map(tuple),
         st.lists(st.tuples(TEXT, st.integers(0, 99)), max_size=3).map(tuple),
     ),
@@ -185,6 +185,7 @@ CHANGES: list[tuple[str, Any]] = [
     ("order", ["forget", [], [["s", 4]]]),
     ("order", ["forget", ["k4"], [["s", 5]]]),
     ("order", ["stats", ["k4"], [["s", 4]]]),
+    ("order", ["prefetch", ["k4"], [["s", 4]]]),
     ("extra", 1),
 ]
 
@@ -301,6 +302,7 @@ def signed(ids: bytes | None = None, raw: bytes | None = None, **fields: Any) ->
         {"order": ["forget", [], [["s"]]]},
         {"order": "forget"},
         {"order": ["forget", [[1]], []]},
+        {"order": ["prefetch", [1], []]},
         {"epoch": float("inf")},
         {"captures": [["k", 0, float("inf")]]},
         {"raw": b""},

@@ -71,6 +71,26 @@ def test_latent_attention_is_refused() -> None:
         compat.cache_shape(vllm_config(), caches(MLAAttentionSpec(**{**FULL, "num_kv_heads": 1})))
 
 
+@pytest.mark.parametrize(
+    ("config", "is_refused"),
+    [
+        ({"model_type": "qwen2"}, True),
+        ({"model_type": "llama", "attention_bias": True}, True),
+        ({"model_type": "llama", "attention_bias": False}, False),
+        ({"model_type": "qwen3", "attention_bias": False}, False),
+    ],
+)
+def test_keys_with_a_bias_are_not_kept_in_e4m3(config: dict[str, Any], is_refused: bool) -> None:
+    described = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**config)))
+    for pool_dtype in ("auto", "int8"):
+        compat.refuse_pool_dtype(described, pool_dtype)  # type: ignore[arg-type]
+    if is_refused:
+        with pytest.raises(UnsupportedLayout, match="Set it to 'int8'"):
+            compat.refuse_pool_dtype(described, "fp8")
+    else:
+        compat.refuse_pool_dtype(described, "fp8")
+
+
 def test_several_groups_are_refused() -> None:
     with pytest.raises(UnsupportedLayout, match="2 groups"):
         compat.cache_shape(vllm_config(), caches(FullAttentionSpec(**FULL), FullAttentionSpec(**FULL)))

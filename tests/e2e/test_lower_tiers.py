@@ -51,6 +51,30 @@ def test_host_memory_gives_back_the_same(author: Callable[..., Author], model: s
     assert stats["tier_loads_failed"] == stats["internal_errors"] == 0
 
 
+def test_what_is_loaded_ahead_need_not_be_loaded(author: Callable[..., Author], model: str) -> None:
+    a = author(model, **SMALL, host_tokens=8192)
+    facts = a.store_facts([40] * 4, window(2))  # a quarter of the pool
+    keys = tuple(fact.key for fact in facts)
+    parts: list[Part] = [*facts, a.text(20)]
+    first = a.ask(parts, num_steps=2)
+    push_out(a, facts)
+    before = a.engine.stats()
+    answer = a.engine.ask([1], a.engine.plan(order=Order("prefetch", keys)))
+    assert answer.outcome is not None
+    assert answer.outcome["answer"] == {"resident": 4}
+    ahead = a.engine.stats()
+    assert ahead["host_prefetched"] == before["host_prefetched"] + 4
+    again = a.ask(parts, num_steps=2, scope="another scope's salt")
+    assert again.outcome is not None
+    assert again.outcome["injected_tokens"] == 160
+    assert np.array_equal(again.logits, first.logits)
+    after = a.engine.stats()
+    assert after["host_hits"] == before["host_hits"]
+    assert after["host_prefetched"] == ahead["host_prefetched"]
+    assert after["tier_loads_failed"] == before["tier_loads_failed"]
+    assert after["internal_errors"] == 0
+
+
 @pytest.mark.parametrize("is_encrypted", [False, True])
 def test_disk_outlives_the_engine_and_damage_costs_a_prefill(
     author: Callable[..., Author],

@@ -48,6 +48,8 @@ Connect = Callable[..., ResidencyClient]
 def answer(question: dict[str, Any]) -> dict[str, Any]:
     if question["op"] == "residency":
         return {"resident": [key.startswith("in") for key in question["keys"]]}
+    if question["op"] == "below":
+        return {"below": [key.startswith("below") for key in question["keys"]]}
     if question["op"] == "outcome":
         return {"outcome": {"id": question["id"]} if question["id"] == "known" else None}
     if question["op"] == "stats":
@@ -66,6 +68,8 @@ def test_questions_and_answers(server: ResidencyServer, connect: Connect) -> Non
     client = connect()
     assert client.resident(["in1", "out", "in2"]) == [True, False, True]
     assert client.resident([]) == []
+    assert client.below(["in1", "below1"]) == [False, True]
+    assert client.below([]) == []
     assert client.outcome("known") == {"id": "known"}
     assert client.outcome("other") is None
     assert client.stats() == {"evictions": 0}

@@ -36,10 +36,11 @@ class Engine:
 
 
 class Connector:
-    """`ResidencyClient` with a pool that holds `there` and a disk that holds `on_disk`."""
+    """`ResidencyClient` with a pool that holds `there`, `loadable` below it, and files of `on_disk`."""
 
     def __init__(self) -> None:
         self.there: set[str] = set()
+        self.loadable: set[str] = set()
         self.on_disk: list[str] = []
         self.is_gone = False
 
@@ -47,6 +48,11 @@ class Connector:
         if self.is_gone:
             raise EngineError("gone")
         return [key in self.there for key in keys]
+
+    def below(self, keys: Sequence[str]) -> list[bool]:
+        if self.is_gone:
+            raise EngineError("gone")
+        return [key in self.loadable for key in keys]
 
     def keys(self, tier: str) -> list[str]:
         if self.is_gone:

@@ -84,6 +84,35 @@ class FidelityOptions:
 
 
 @dataclass(frozen=True)
+class LocomoOptions:
+    """What is measured. ks: numbers of facts. num_questions: of each conversation, evenly spread; None: all.
+    instruction: behind every question; adversarial_note: behind that one for questions of category 5. facts:
+    `turns` as they were said, or `extracted` of them by the model. in_flight: requests that the engine has at
+    once."""
+
+    ks: tuple[int, ...] = (5, 10, 20, 50)
+    num_questions: int | None = None
+    categories: tuple[int, ...] = (1, 2, 3, 4, 5)
+    instruction: str = "Answer in a few words. If asked when, give the date."
+    adversarial_note: str = "If it was never said, answer: not mentioned."
+    max_tokens: int = 32
+    facts: str = "turns"
+    in_flight: int = 256
+
+
+@dataclass(frozen=True)
+class JudgeOptions:
+    """Which model reads answers, and how strictly. url: of any server with OpenAI's chat completions, such as
+    `http://127.0.0.1:8001/v1`. api_key: None sends none."""
+
+    url: str
+    model: str
+    styles: tuple[str, ...] = ("strict", "generous")
+    api_key: str | None = None
+    in_flight: int = 8
+
+
+@dataclass(frozen=True)
 class RandomTokens:
     """A workload of random token ids. facts_per_user: default: a fifth more than a question takes."""
 

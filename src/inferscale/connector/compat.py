@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import psutil
 import torch
 
+from inferscale.config import PoolDtype
 from inferscale.connector.layout import LayerCache
 from inferscale.errors import NotRelocatable, UnsupportedLayout
 from inferscale.rope import Rotary, rotary_from_config
@@ -91,6 +92,23 @@ def refuse_unsupported(vllm_config: Any) -> None:
             raise UnsupportedLayout(
                 f"InferScale does not support {name}. Start vLLM without it, or without the connector."
             )
+
+
+def refuse_pool_dtype(vllm_config: Any, pool_dtype: PoolDtype) -> None:
+    """Refuse a pool whose numbers are too coarse for the model's keys.
+
+    The bias of a key projection makes a few dimensions a hundred times the others; the three bits of E4M3's
+    fraction leave them errors as large as what tells one token from another (docs/quality.md).
+    """
+    config = vllm_config.model_config.hf_text_config
+    has_bias = str(getattr(config, "model_type", "")).startswith("qwen2") or any(
+        getattr(config, name, False) is True for name in ("attention_bias", "qkv_bias", "add_qkv_bias")
+    )
+    if pool_dtype == "fp8" and has_bias:
+        raise UnsupportedLayout(
+            "pool_dtype is 'fp8', which is too coarse for this model: the projection of its keys has a bias. "
+            "Set it to 'int8', which takes about as much room, or to 'auto'."
+        )
 
 
 def layer_caches(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> list[LayerCache]:

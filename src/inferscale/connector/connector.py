@@ -89,6 +89,7 @@ class InferScaleConnector(KVConnectorBase_V1):
         self._runtime_dir = open_runtime_dir(self.config.runtime_dir)
         _share_vllm_log()
         with recorded(self._runtime_dir):
+            compat.refuse_pool_dtype(vllm_config, self.config.pool_dtype)
             self._cache = compat.cache_shape(vllm_config, kv_cache_config)
             self._format = RowFormat(self._cache.token, self._cache.dtype, self.config.pool_dtype)
             if role == KVConnectorRole.SCHEDULER:
