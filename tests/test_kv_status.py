@@ -67,6 +67,8 @@ def test_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lines[0] == "7 facts, 2 encode passes waiting"
     assert [line.split()[0] for line in lines[1:]] == ["tier", "pool", "host", "prefilled"]
     assert "2.5 ms" in lines[3]
+    assert lines[1].split()[-2:] == ["prefetched", "evicted"]
+    assert lines[3].split()[-2:] == ["3", "1"]
     assert lines[4].split()[-2:] == ["10", "17%"]
 
 

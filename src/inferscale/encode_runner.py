@@ -71,7 +71,7 @@ class EncodeRunner:
     def encode_new(
         self, scope: Scope, progress: Progress | None = None, only: Set[str] | None = None
     ) -> EncodeProgress:
-        """Encode what was never encoded in this scope. only: of these facts and of those said right behind."""
+        """Encode what was never encoded in this scope. only: of these facts and those said right behind."""
         return self.run(self.encoder.new_jobs(scope, only, with_followers=only is not None), progress)
 
     def repair(self, scope: Scope, missing: Sequence[Fact]) -> EncodeProgress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,21 @@ def test_categories(file: Path) -> None:
 def test_questions_are_spread_evenly() -> None:
     assert spread(range(10), 3) == (0, 3, 6)
     assert spread(range(10), 10) == spread(range(10), 99) == spread(range(10), None) == tuple(range(10))
+
+
+def test_category_5_is_read_where_it_is_asked_for(file: Path) -> None:
+    read = read_gold(file, 1, (5,), with_adversarial=True)
+    assert read.questions == (GoldQuestion(3, "When was Ben in Rome?", "", 5),)
+    with pytest.raises(InvalidInput, match=r"and 5 \(adversarial\)"):
+        read_gold(file, 1, (6,), with_adversarial=True)
+
+
+def test_evidence_names_turns_that_are_there(file: Path) -> None:
+    samples = json.loads(file.read_text())
+    for question, evidence in zip(
+        samples[0]["qa"], (["D1:1", "D:1:02"], ["D1:2; D1:3"], [], ["D1:6"], ["D9:9"]), strict=True
+    ):
+        question["evidence"] = evidence
+    file.write_text(json.dumps(samples))
+    found = [question.evidence for question in read_gold(file, 1).questions]
+    assert found == [{"D1:1", "D1:2"}, {"D1:2", "D1:3"}, set(), set()]

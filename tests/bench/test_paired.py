@@ -81,3 +81,20 @@ def test_mcnemar_of_many_questions() -> None:
     found = paired.mcnemar(first, second)
     # The normal approximation: (|b - c| - 1) / sqrt(b + c) is 4.975.
     assert found.p_value == pytest.approx(math.erfc(4.975 / math.sqrt(2)), rel=0.05)
+
+
+def test_clusters_are_drawn_whole() -> None:
+    values, reference = [1.0, 1.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]
+    found = paired.clustered_difference(values, reference, ["a", "a", "a", "b"])
+    assert found.value == pytest.approx(0.75)
+    # Two draws of two clusters: aa, ab, ba, bb; their means are 1, 3/4, 3/4 and 0.
+    assert found.ci95 == (0.0, 1.0)
+    alike = paired.clustered_difference([0.5, 0.7] * 20, [0.0, 0.2] * 20, [place // 2 for place in range(40)])
+    assert alike.ci95 == pytest.approx((0.5, 0.5))
+
+
+def test_one_cluster_says_nothing_of_others() -> None:
+    with pytest.raises(InvalidInput, match="2 questions of 1 clusters"):
+        paired.clustered_difference([1.0, 0.0], [0.0, 0.0], ["a", "a"])
+    with pytest.raises(InvalidInput, match="each question needs its cluster"):
+        paired.clustered_difference([1.0, 0.0], [0.0, 0.0], ["a", "b", "c"])

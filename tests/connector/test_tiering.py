@@ -233,8 +233,10 @@ def test_random_work_on_two_tiers(make_engine: Make, runner: str, depth: int, tm
         elif action < 0.9:
             prompt = [token for fact in facts for token in fact] + QUESTION
             engine.chat(f"c{step}", prompt, *facts, max_tokens=numbers.randint(1, 8))
-        else:
+        elif action < 0.95:
             engine.order(f"o{step}", Order("forget", (key_of(facts[0]),)))
+        else:
+            engine.order(f"o{step}", Order("prefetch", tuple(map(key_of, facts))))
         for _ in range(numbers.randint(0, 6)):
             if engine.scheduler.has_requests():
                 engine.step()
@@ -246,6 +248,7 @@ def test_random_work_on_two_tiers(make_engine: Make, runner: str, depth: int, tm
     assert found["tokens_injected"] > 0
     assert found["host_hits"] > 0
     assert found["disk_hits"] > 0
+    assert found["host_prefetched"] + found["disk_prefetched"] > 0
     tiering = engine.side.tiering
     assert tiering is not None
     for tier in tiering.tiers:

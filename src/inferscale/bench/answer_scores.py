@@ -2,8 +2,8 @@
 
 Texts are compared as SQuAD's script does it (Rajpurkar et al., 2016): lower case, punctuation removed (all
 of Unicode's, and ASCII symbols such as `$`; nothing takes its place), the articles a, an and the removed,
-split at white space. `and` is removed too, as in LoCoMo's script (Maharana et al., 2024). Unlike there, words are
-not stemmed, and lists in answers of category 1 are not matched item by item: its numbers are others.
+split at white space. `and` is removed too, as in LoCoMo's script (Maharana et al., 2024). Unlike there,
+words are not stemmed, and lists in answers of category 1 are not matched item by item.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The facts that the model itself extracts of a conversation, as `add(…, infer=True)` stores them.
 
-Each session is added by itself, in order, so that later facts supersede earlier ones. A fact keeps speaker, time
-and evidence id of the turn that it comes from.
+Each session is added by itself, in order, so that later facts supersede earlier ones. A fact keeps speaker,
+time and evidence id of the turn that it comes from.
 """
 
 from __future__ import annotations

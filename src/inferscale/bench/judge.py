@@ -1,8 +1,8 @@
 """A model that reads an answer beside the gold one and says whether it is right.
 
 Two styles, as both are in use, in words of our own: `strict` wants all of the gold answer, and nothing that
-contradicts it; `generous` wants the same thing to be meant. Any server with OpenAI's chat completions will do.
-An answer is judged once for each style: the same words get the same verdict in every mode.
+contradicts it; `generous` wants the same thing to be meant. Any server with OpenAI's chat completions will
+do. An answer is judged once for each style: the same words get the same verdict in every mode.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from inferscale.errors import ExtractionError, InvalidInput
 from inferscale.extraction import OpenAIModel
 
 STYLES = {
-    "strict": "Mark it correct only if it states everything that the expected answer states, and nothing that "
-    "contradicts it. A date, a number, a name or a place must be the same; the form in which it is written "
-    "does not matter. An answer that is vaguer than the expected one, incomplete or evasive is incorrect.",
-    "generous": "Mark it correct if it means the same thing as the expected answer or names the main point of "
-    "it. It may be longer, shorter or in other words. A date or a period counts if it means about the same "
-    "time, whether it is written as a date or relative to another. Mark it incorrect only if it means "
+    "strict": "Mark it correct only if it states everything that the expected answer states, and nothing "
+    "that contradicts it. A date, a number, a name or a place must be the same; the form in which it is "
+    "written does not matter. An answer that is vaguer than the expected one, incomplete or evasive is "
+    "incorrect.",
+    "generous": "Mark it correct if it means the same thing as the expected answer or names the main point "
+    "of it. It may be longer, shorter or in other words. A date or a period counts if it means about the "
+    "same time, whether it is written as a date or relative to another. Mark it incorrect only if it means "
     "something else or says nothing of use.",
 }
 _TASK = (
     "You mark answers to questions about a conversation between two people. You see a question, the expected "
-    "answer, and the answer to be marked. Judge by the expected answer alone, even where you know better. {}\n"
+    "answer, and the answer to be marked. Judge by the expected answer alone, even where you know better. "
+    "{}\n"
     "Give your reason in one sentence, then the mark."
 )
 _SCHEMA: dict[str, Any] = {

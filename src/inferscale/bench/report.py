@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from inferscale.bench.fidelity_rows import fidelity_table
 from inferscale.bench.harness import Row
+from inferscale.bench.locomo_report import locomo_table
 from inferscale.bench.modes import MODES, RATE_RATIOS, STEADY_LOOP, TTFT_RATIOS, Ratio
 from inferscale.errors import InvalidInput
 
@@ -125,6 +126,7 @@ _TABLES: dict[str, Callable[[Sequence[Row]], str]] = {
     "throughput": throughput_table,
     "encode": encode_table,
     "fidelity": fidelity_table,
+    "locomo": locomo_table,
 }
 
 

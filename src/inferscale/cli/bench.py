@@ -18,7 +18,7 @@ from inferscale.cli.bench_options import (
     workload_options,
 )
 from inferscale.cli.bench_parts import decode, e2e, kernels, recall, tiers
-from inferscale.cli.bench_quality import fidelity
+from inferscale.cli.bench_quality import fidelity, locomo
 from inferscale.cli.options import COUNT, POSITIVE, json_option
 from inferscale.cli.output import say
 from inferscale.errors import InvalidInput
@@ -216,5 +216,5 @@ def report(results: tuple[Path, ...], plots: Path | None) -> None:
             say(f"Plot in {path}.")
 
 
-for _command in (decode, e2e, fidelity, kernels, recall, tiers):
+for _command in (decode, e2e, fidelity, kernels, locomo, recall, tiers):
     bench.add_command(_command)

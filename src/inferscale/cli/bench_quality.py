@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 import click
 
-from inferscale.bench.options import FidelityOptions
+from inferscale.bench.options import FidelityOptions, JudgeOptions, LocomoOptions
 from inferscale.bench.policies import Policy, parse_policies
 from inferscale.cli.bench_options import EngineChoice, engine_options, out_option, read_counts, show
 from inferscale.cli.engine import start_errors
@@ -16,6 +17,8 @@ from inferscale.cli.output import say
 from inferscale.errors import InvalidInput
 
 _FIDELITY = FidelityOptions()
+_LOCOMO = LocomoOptions()
+_KEY_VARIABLE = "INFERSCALE_JUDGE_API_KEY"
 
 
 @click.command()
@@ -119,6 +122,160 @@ def fidelity(
     with start_errors(spec.model):
         rows = run_fidelity(spec, asked, compared, options, out, cache, say)
     show(rows, out, as_json=as_json)
+
+
+@click.command()
+@click.option(
+    "--conversation",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    required=True,
+    help="A LoCoMo file.",
+)
+@click.option(
+    "--conversations",
+    default="1-10",
+    show_default=True,
+    help="Which conversations of the file, counted from 1, such as 5-10 or 5,7-10.",
+)
+@click.option(
+    "--questions",
+    type=POSITIVE,
+    help="Questions of each conversation, evenly spread over it. Default: all.",
+)
+@click.option(
+    "--categories",
+    default=",".join(map(str, _LOCOMO.categories)),
+    show_default=True,
+    help="Of questions: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 5 adversarial (apart).",
+)
+@click.option(
+    "--k", "ks", default=",".join(map(str, _LOCOMO.ks)), show_default=True, help="Numbers of facts."
+)
+@click.option(
+    "--policies",
+    default=str(Policy.default()),
+    show_default=True,
+    help="Ways to inject, separated by semicolons, as of `bench fidelity`.",
+)
+@click.option(
+    "--facts",
+    type=click.Choice(["turns", "extracted"]),
+    default=_LOCOMO.facts,
+    show_default=True,
+    help="What memory holds: turns as they were said, or what the model extracts of them.",
+)
+@click.option(
+    "--instruction",
+    default=_LOCOMO.instruction,
+    show_default=True,
+    help="Text behind every question; the search does not see it.",
+)
+@click.option(
+    "--adversarial-note",
+    default=_LOCOMO.adversarial_note,
+    show_default=True,
+    help="Text behind the instruction for questions of category 5.",
+)
+@click.option(
+    "--max-tokens",
+    type=POSITIVE,
+    default=_LOCOMO.max_tokens,
+    show_default=True,
+    help="Longest answer.",
+)
+@click.option(
+    "--in-flight",
+    type=POSITIVE,
+    default=_LOCOMO.in_flight,
+    show_default=True,
+    help="Requests that the engine has at once.",
+)
+@click.option("--judge-url", metavar="URL", help="Server with OpenAI's chat completions that judges answers.")
+@click.option("--judge-model", metavar="MODEL", help="Its model.")
+@click.option(
+    "--judge-styles",
+    default="strict,generous",
+    show_default=True,
+    help="How it judges. Its key is read from the environment variable " + _KEY_VARIABLE + ".",
+)
+@click.option(
+    "--cache",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path(".cache/locomo.jsonl"),
+    show_default=True,
+    help="File that keeps every answer, so that an interrupted run goes on.",
+)
+@click.option(
+    "--report",
+    "report_path",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("benchmarks/results/locomo.html"),
+    show_default=True,
+    help="Where the HTML page goes.",
+)
+@out_option("locomo")
+@engine_options
+@json_option
+def locomo(
+    conversation: Path,
+    conversations: str,
+    questions: int | None,
+    categories: str,
+    ks: str,
+    policies: str,
+    facts: str,
+    instruction: str,
+    adversarial_note: str,
+    max_tokens: int,
+    in_flight: int,
+    judge_url: str | None,
+    judge_model: str | None,
+    judge_styles: str,
+    cache: Path,
+    report_path: Path,
+    out: Path,
+    engine: EngineChoice,
+    as_json: bool,
+) -> None:
+    """How right answers are with memory injected, as text and without any."""
+    compared = parse_policies(policies)
+    wanted = read_counts("--categories", categories, 1)
+    counts = tuple(sorted(set(read_counts("--k", ks, 1))))
+    options = LocomoOptions(
+        counts, questions, wanted, instruction, adversarial_note, max_tokens, facts, in_flight
+    )
+    if engine.random_weights is not None:
+        raise InvalidInput("--random-weights has nothing to say about answers; give --model.")
+    judging = read_judge(judge_url, judge_model, judge_styles)
+    numbers = read_ranges("--conversations", conversations)
+    from inferscale.bench.plots import check_plotting
+    from inferscale.bench.questions import read_gold
+
+    check_plotting()
+    asked = [read_gold(conversation, number, wanted, with_adversarial=True) for number in numbers]
+    spec = engine.spec()
+    from inferscale.bench.locomo import LocomoFiles, run_locomo
+
+    with start_errors(spec.model):
+        files = LocomoFiles(out, cache, report_path)
+        rows = run_locomo(spec, asked, compared, options, files, judging, say)
+    show(rows, out, as_json=as_json)
+
+
+def read_judge(url: str | None, model: str | None, styles: str) -> JudgeOptions | None:
+    """The judge, if one was given. Raises InvalidInput."""
+    if url is None and model is None:
+        return None
+    if url is None or model is None:
+        given, missing = ("--judge-model", "--judge-url") if url is None else ("--judge-url", "--judge-model")
+        raise InvalidInput(f"{given} was given without {missing}; a judge needs both.")
+    if not url.startswith(("http://", "https://")):
+        raise InvalidInput(f"--judge-url is {url!r}; give one such as 'http://127.0.0.1:8001/v1'.")
+    from inferscale.bench.judge import check_styles
+
+    names = tuple(dict.fromkeys(name.strip() for name in styles.split(",") if name.strip()))
+    check_styles(names)
+    return JudgeOptions(url, model, names, os.environ.get(_KEY_VARIABLE) or None)
 
 
 def read_ranges(option: str, text: str) -> tuple[int, ...]:

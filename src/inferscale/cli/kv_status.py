@@ -15,8 +15,8 @@ from inferscale.cli.output import emit
 
 class TierStatus(NamedTuple):
     """size, capacity: bytes on each worker, None for the pool, which counts pages. hits: segments that were
-    injected from it (pool) or that a request had loaded from it; prefetched: loaded ahead of requests. hit_ms:
-    the mean time of a hit's load, None without any."""
+    injected from it (pool) or that a request had loaded from it; prefetched: loaded ahead of requests.
+    hit_ms: the mean time of a hit's load, None without any."""
 
     tier: str
     segments: int
@@ -91,7 +91,8 @@ def status(url: str, api_key_env: str, as_json: bool) -> None:
         numbers = (str(tier.segments), size, f"{tier.used_share:.0%}", str(tier.hits), share)
         ahead = "" if tier.tier == "pool" else str(tier.prefetched)
         rows.append((tier.tier, *numbers, load, ahead, str(tier.evictions)))
-    rows.append(("prefilled", "", "", "", str(missing), f"{missing / asked:.0%}" if asked else "", "", "", ""))
+    share = f"{missing / asked:.0%}" if asked else ""
+    rows.append(("prefilled", "", "", "", str(missing), share, "", "", ""))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         click.echo(

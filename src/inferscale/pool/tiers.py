@@ -140,7 +140,7 @@ class Tier:
             self._new[oldest.key] = oldest
 
     def use_ahead(self, key: str) -> None:
-        """It is loaded ahead of a request: it becomes the most recent of its kind, which keeps it less than a use."""
+        """It is loaded ahead of a request: the most recent of its kind, but kept no longer than others."""
         copy = self._copies.get(key)
         if copy is not None:
             self.num_prefetched += 1
