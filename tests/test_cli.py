@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -116,12 +115,13 @@ def test_add_what_a_model_extracts(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("OPENAI_API_KEY", "sk-test")
     seen = []
 
-    def post(self: httpx.Client, url: str, *, json: Any, headers: Any) -> httpx.Response:
-        seen.append((url, json["model"], headers))
+    def answer(self: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+        key = request.headers.get("authorization")
+        seen.append((str(request.url), json.loads(request.read())["model"], key))
         fact = '{"facts": [{"line": 1, "text": "Cy moved to Turin on 31 May 2025."}], "nothing": false}'
         return httpx.Response(200, json={"choices": [{"message": {"content": fact}}]})
 
-    monkeypatch.setattr(httpx.Client, "post", post)
+    monkeypatch.setattr(httpx.HTTPTransport, "handle_request", answer)
     where = ("--data-dir", str(folder), "--user-id", "cy", "--said-at", "1 June 2025")
     model = ("--infer", "--infer-url", "http://there/v1", "--model", "tiny")
     result = run("add", "I moved to Turin yesterday.", *where, *model)
@@ -129,7 +129,7 @@ def test_add_what_a_model_extracts(folder: Path, monkeypatch: pytest.MonkeyPatch
     event, _, text = result.stdout.strip().split(maxsplit=2)
     assert (event, text) == ("ADD", "Cy moved to Turin on 31 May 2025.")
     assert "Stored 1 fact." in result.stderr
-    assert seen == [("http://there/v1/chat/completions", "tiny", {"Authorization": "Bearer sk-test"})]
+    assert seen == [("http://there/v1/chat/completions", "tiny", "Bearer sk-test")]
     again = run("add", "I moved to Turin yesterday.", *where, *model, "--json")
     assert json.loads(again.stdout)["event"] == "NONE"
 
