@@ -224,7 +224,8 @@ def _data_folder() -> Finding:
         with closing(Catalog(path, key=find_key())) as catalog:
             num_facts, num_scopes = catalog.count(Scope()), catalog.count_scopes()
     except (WrongKey, InvalidConfig) as error:
-        return Finding("data folder", False, f"{path}: {error}", f"set {KEY_VARIABLE} to its key")
+        fix = f"set {KEY_VARIABLE} to its key, or unset it where the folder is not encrypted"
+        return Finding("data folder", False, f"{path}: {error}", fix)
     except CatalogError as error:
         return Finding("data folder", False, f"{path}: {error}", "set INFERSCALE_HOME to another folder")
     return Finding("data folder", True, f"{path} (facts: {num_facts}, scopes: {num_scopes})")

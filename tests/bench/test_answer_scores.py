@@ -70,7 +70,8 @@ def test_what_declines(answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", ["", "hoodies", "She did not know how to swim", "no", "nobody", "A known painter", "None of them"]
+    "answer",
+    ["", "hoodies", "She did not know how to swim", "no", "nobody", "A known painter", "None of them"],
 )
 def test_what_does_not(answer: str) -> None:
     assert not declines(answer)

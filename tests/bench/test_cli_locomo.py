@@ -47,7 +47,8 @@ def test_options_reach_the_measurement(
 ) -> None:
     monkeypatch.setenv("INFERSCALE_JUDGE_API_KEY", "secret")
     done = bench(
-        "--conversation", file, "--conversations", "2,1", "--questions", 3, "--categories", "4,5", "--k", "4,2",
+        "--conversation", file, "--conversations", "2,1", "--questions", 3,
+        "--categories", "4,5", "--k", "4,2",
         "--policies", "anchor; sliding(4,2)+tail1", "--facts", "extracted", "--instruction", "Briefly.",
         "--adversarial-note", "Or say no.", "--max-tokens", 7, "--in-flight", 9,
         "--judge-url", "http://there/v1", "--judge-model", "big", "--judge-styles", "strict",

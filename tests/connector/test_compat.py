@@ -76,6 +76,8 @@ def test_latent_attention_is_refused() -> None:
     [
         ({"model_type": "qwen2"}, True),
         ({"model_type": "llama", "attention_bias": True}, True),
+        ({"model_type": "stablelm", "use_qkv_bias": True}, True),
+        ({"model_type": "starcoder2", "use_bias": True}, True),
         ({"model_type": "llama", "attention_bias": False}, False),
         ({"model_type": "qwen3", "attention_bias": False}, False),
     ],
@@ -89,6 +91,13 @@ def test_keys_with_a_bias_are_not_kept_in_e4m3(config: dict[str, Any], is_refuse
             compat.refuse_pool_dtype(described, "fp8")
     else:
         compat.refuse_pool_dtype(described, "fp8")
+
+
+def test_steps_that_are_under_way_at_once() -> None:
+    for is_async, num in ((True, 2), (False, 1)):
+        older = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=is_async))
+        assert compat.steps_at_once(older) == num
+        assert compat.steps_at_once(SimpleNamespace(**vars(older), max_concurrent_batches=3)) == 3
 
 
 def test_several_groups_are_refused() -> None:

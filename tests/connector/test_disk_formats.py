@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+
+import pytest
 
 from inferscale.connector.disk_formats import remove_unused
 from inferscale.pool.disk import DiskStore
@@ -23,8 +26,9 @@ def test_what_no_engine_uses_goes(tmp_path: Path) -> None:
     """A deletion names keys of one format: nothing else would remove what another has of a deleted fact."""
     used, other, old, running = (store(tmp_path, name) for name in (USED, OTHER, OLD, RUNNING))
     lock = FolderLock(running.folder.parent)
-    left = tmp_path / f".unused-{9:032x}-rank-0"  # by a process that was killed
+    left = tmp_path / f".unused-{OTHER}-rank-0"  # by a process that was killed
     left.mkdir()
+    (left / "ab").touch()
     assert remove_unused(used.folder.parent) == 2
     lock.release()
     there = [kept.read(KEY, 2) is not None for kept in (used, other, old, running)]
@@ -32,6 +36,18 @@ def test_what_no_engine_uses_goes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [USED, OTHER, OLD, RUNNING]
     assert remove_unused(used.folder.parent) == 1, "its engine has ended"
     assert remove_unused(used.folder.parent) == 0
+
+
+def test_what_cannot_be_removed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    used, _ = store(tmp_path, USED), store(tmp_path, OTHER)
+    monkeypatch.setattr(shutil, "rmtree", fails)
+    remove_unused(used.folder.parent)
+    assert "cannot be removed: [Errno 13] Permission denied" in caplog.text
 
 
 def test_an_engine_that_just_begins_finds_its_folder(tmp_path: Path) -> None:

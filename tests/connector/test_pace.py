@@ -7,8 +7,8 @@ import pytest
 from inferscale.connector.pace import Pace
 
 
-def pace_of(steps: list[tuple[int, float]]) -> Pace:
-    pace = Pace()
+def pace_of(steps: list[tuple[int, float]], steps_at_once: int = 1) -> Pace:
+    pace = Pace(steps_at_once)
     for num_tokens, now_s in steps:
         pace.note_step(num_tokens, now_s)
     return pace
@@ -19,6 +19,12 @@ def test_the_fastest_of_the_large_steps_counts() -> None:
     pace = pace_of([(1000, 10.0), (1000, 10.5), (1000, 60.0), (64, 61.0), (64, 61.001), (2000, 62.0)])
     assert pace.prefill_tokens_per_s() == pytest.approx(2000)
     assert pace_of([(64, 0.0), (64, 0.1), (64, 0.2)]).prefill_tokens_per_s() is None
+
+
+def test_a_step_that_begins_beside_another_does_not_end_it() -> None:
+    """Asynchronous scheduling: the next step begins at once, the one after that when the first is done."""
+    pace = pace_of([(3000, 10.0), (1, 10.001), (1, 11.5), (1, 11.51)], steps_at_once=2)
+    assert pace.prefill_tokens_per_s() == pytest.approx(2000)
 
 
 def test_old_steps_are_forgotten() -> None:
@@ -32,6 +38,14 @@ def test_what_was_never_measured_is_tried() -> None:
     assert pace.is_worth_waiting(100, {"disk": 10**12})
     pace = pace_of([(1000, 0.0), (1000, 1.0)])
     assert pace.is_worth_waiting(100, {"disk": 10**12})
+
+
+def test_one_slow_load_is_not_the_last() -> None:
+    """Nothing is measured where nobody waits."""
+    pace = pace_of([(1000, 0.0), (1000, 1.0)])
+    for seconds, is_worth_it in ((100.0, True), (0.1, True), (0.1, True), (100.0, False)):
+        pace.note_load("disk", 1_000, seconds)
+        assert pace.is_worth_waiting(100, {"disk": 1_000}) == is_worth_it
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,18 @@ def test_waits_are_measured_by_tier(engine: SymbolicEngine) -> None:
     assert engine.side.tiering.pace.load_bytes_per_s("disk") is None
 
 
+@pytest.mark.parametrize("num", [1, 2])
+def test_prefilling_is_measured_over_steps_that_are_done(
+    make_engine: Make, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("inferscale.connector.compat.steps_at_once", lambda _: num)
+    engine = make_engine(host_size_bytes=64 * KIB)
+    assert engine.side.tiering is not None
+    for number in range(num + 1):
+        engine.side.tiering.pace.note_step(1000, 1000.0 + number)
+    assert engine.side.tiering.pace.prefill_tokens_per_s() == pytest.approx(1000 / num)
+
+
 def test_a_share_of_the_pool_is_kept_for_others(make_engine: Make) -> None:
     """Facts of one scope push out its own, not those of another that came before."""
     engine = make_engine(pool_pages=9)

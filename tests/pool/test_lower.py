@@ -165,6 +165,32 @@ def test_more_than_the_disk_takes_is_not_kept_waiting(
     assert worker.answers() == TierAnswers(not_saved=save.answers())
 
 
+def test_what_fails_on_its_way_down_takes_no_room(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no pinned memory is left: what is saved later would be refused for ever."""
+
+    def fails(*arguments: object) -> None:
+        raise RuntimeError("out of memory")
+
+    save = Save(KEY, ROWS.tobytes(), 0, BOTH)
+    with monkeypatch.context() as patched:
+        patched.setattr(worker.lower, "_send", fails)
+        worker.lower.save([save])
+    assert worker.answers() == TierAnswers(not_saved=save.answers())
+    assert worker.lower._pending_bytes == 0
+
+
+def test_a_removal_that_fails_is_logged(
+    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(key: str) -> None:
+        raise ValueError("no key")
+
+    monkeypatch.setattr(worker.store, "remove", fails)
+    worker.lower.drop([Drop("disk", (KEY,))])
+    worker.lower.close()
+    assert "could not be moved" in caplog.text
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("source", BOTH)

@@ -49,7 +49,9 @@ class PageTableMachine(RuleBasedStateMachine):
         self.freed.append(self.model.pop(key).num_pages)
 
     @rule(
-        key=st.sampled_from(KEYS), num_tokens=st.integers(1, NUM_PAGES * PAGE + 5), owner=st.sampled_from("xy")
+        key=st.sampled_from(KEYS),
+        num_tokens=st.integers(1, NUM_PAGES * PAGE + 5),
+        owner=st.sampled_from("xy"),
     )
     def reserve(self, key: str, num_tokens: int, owner: str) -> None:
         if key in self.model:

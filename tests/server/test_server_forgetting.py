@@ -15,6 +15,7 @@ from fakes import open_memory
 from inferscale.catalog import ScopeEpoch
 from inferscale.chat_plan import digest_of
 from inferscale.encoder import Encoder
+from inferscale.errors import EngineError
 from inferscale.facts import Scope
 from inferscale.memory import Memory
 from inferscale.plan import Order
@@ -103,6 +104,33 @@ def test_a_deletion_holds_although_the_engine_is_gone(
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(run())
+    assert "was not told of a deletion" in caplog.text
+
+
+def test_an_order_that_fails_once_the_caller_left_is_logged(
+    memory: Memory, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        parts = Parts(memory)
+        has_begun, can_end = asyncio.Event(), asyncio.Event()
+
+        async def fails(given: Order) -> dict[str, Any]:
+            has_begun.set()
+            await can_end.wait()
+            raise EngineError("gone")
+
+        parts.engine.order = fails  # type: ignore[method-assign]
+        task = asyncio.create_task(parts.forgetting.forget(["k"], ()))
+        await has_begun.wait()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        can_end.set()
+        while not caplog.text:
+            await asyncio.sleep(0)
+        await parts.close()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(asyncio.wait_for(run(), 30))
     assert "was not told of a deletion" in caplog.text
 
 

@@ -55,7 +55,13 @@ def test_before_somebody_reads() -> None:
 
 
 def test_loads_ahead_of_chats_are_told_apart() -> None:
-    stats = {"host_bytes": 1, "host_capacity_bytes": 2, "host_segments": 1, "host_hits": 4, "host_prefetched": 5}
+    stats = {
+        "host_bytes": 1,
+        "host_capacity_bytes": 2,
+        "host_segments": 1,
+        "host_hits": 4,
+        "host_prefetched": 5,
+    }
     Metrics().observe(0, stats)
     assert value("inferscale_tier_hits", tier="host") == 4
     assert value("inferscale_tier_prefetched", tier="host") == 5

@@ -224,9 +224,9 @@ class AskedConversation:
         return encoder
 
     def _cases(self, encoder: Encoder, mode: Mode, policy: Policy, k: int | None) -> list[Case]:
-        max_tokens = self._engine.offline.max_model_len
+        max_model_len = self._engine.offline.max_model_len
         planner = ChatPlanner(
-            self._memory, encoder, max_tokens, lambda _, __, keys: Residents(frozenset(keys))
+            self._memory, encoder, max_model_len, lambda _, __, keys: Residents(frozenset(keys))
         )
         num = self._k if k is None else k
         return [self._case(planner, question, mode, policy, num) for question in self.questions]

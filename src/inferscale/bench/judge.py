@@ -67,13 +67,13 @@ class Judge:
         cache: RecordCache,
         *,
         http_client: httpx.Client | None = None,
-        wait: Callable[[float], None] = time.sleep,
+        wait: Callable[[float], None] | None = None,
     ) -> None:
         check_styles(options.styles)
         self.options = options
         self._cache = cache
         self._http = http_client
-        self._wait = wait
+        self._wait = time.sleep if wait is None else wait
 
     def verdicts(
         self, style: str, judged: Iterable[Judged], progress: Progress | None = None

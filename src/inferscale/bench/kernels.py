@@ -21,9 +21,9 @@ from inferscale.kernels.fused import CAPTURE, INJECT, FusedMover, Tuning
 from inferscale.kernels.geometry import geometry_of
 from inferscale.pool.moves import Moves, single_run
 from inferscale.pool.row_format import RowFormat
-from inferscale.row_size import RowShape
 from inferscale.pool.slab import Slab
 from inferscale.rope import Rotary
+from inferscale.row_size import RowShape
 
 LARGE_COPY_BYTES = 2 * 10**9
 _WAIT_CYCLES = 400_000

@@ -6,6 +6,7 @@ import base64
 import html
 import io
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,14 +76,12 @@ def locomo_table(rows: Sequence[Row]) -> str:
 
 
 def write_report(rows: Sequence[Row], path: Path) -> None:
-    """One run as an HTML page that needs no other file. Raises InferScaleError without matplotlib."""
-    from inferscale.bench.plots import check_plotting
-
-    check_plotting()
+    """One run as an HTML page that needs no other file. Without matplotlib it has no plots."""
     cells = _cells(rows)
     first = _first(cells)
     config = first["config"]
-    plots = [_plot_by_k(cells), _plot_by_category(cells)]
+    has_plots = find_spec("matplotlib") is not None
+    plots = [_plot_by_k(cells), _plot_by_category(cells)] if has_plots else []
     parts = [
         "<!doctype html>\n<html lang=en><meta charset=utf-8>",
         f"<title>LoCoMo: {html.escape(first['model'])}</title><style>{_STYLE}</style>",
@@ -221,7 +220,7 @@ def _plot_by_k(cells: _Cells) -> tuple[str, bytes]:
         return alt, b""
     figure, axes = _axes()
     ks = sorted({way.k for way in scored if way.mode != "none"})
-    for name, colour in _colours(cells).items():
+    for place, (name, colour) in enumerate(_colours(cells).items()):
         points = sorted((way.k, row["p50"], *row["ci95"]) for way, row in scored.items() if way.shown == name)
         if name == "none":
             axes.axhline(100 * points[0][1], color=colour, linestyle="--", label=name)
@@ -229,8 +228,9 @@ def _plot_by_k(cells: _Cells) -> tuple[str, bytes]:
         xs, values, lows, highs = zip(*points, strict=True)
         down = [100 * (value - low) for value, low in zip(values, lows, strict=True)]
         up = [100 * (high - value) for value, high in zip(values, highs, strict=True)]
+        shift = 0.006 * ks[-1] * place  # or the intervals of all modes lie upon each other
         axes.errorbar(
-            xs,
+            [x + shift for x in xs],
             [100 * value for value in values],
             yerr=[down, up],
             marker="o",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from inferscale.bench.harness import Row
+from inferscale.bench.locomo_report import write_report
 from inferscale.bench.modes import MODES
 from inferscale.bench.report import latest_runs
 from inferscale.errors import InferScaleError
@@ -26,15 +27,17 @@ def check_plotting() -> None:
 
 
 def plot_runs(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Plots of the last run of each benchmark, model and hardware that has one; returns their paths."""
+    """Plots of the last run of each benchmark, model and hardware that has one, of `locomo` its HTML page;
+    returns their paths."""
     drawn = []
     for (bench, model, hardware), run in latest_runs(rows).items():
-        draw = {"ttft": plot_ttft, "throughput": plot_throughput}.get(bench)
+        draw = {"ttft": plot_ttft, "throughput": plot_throughput, "locomo": write_report}.get(bench)
         if draw is None:
             continue
         name = re.sub(r"[^a-z0-9.]+", "-", f"{bench} {model} {hardware}".lower()).strip("-")
-        draw(run, folder / f"{name}.png")
-        drawn.append(folder / f"{name}.png")
+        path = folder / f"{name}.{'html' if draw is write_report else 'png'}"
+        draw(run, path)
+        drawn.append(path)
     return drawn
 
 

@@ -211,7 +211,7 @@ def fidelity(
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("benchmarks/results/locomo.html"),
     show_default=True,
-    help="Where the HTML page goes.",
+    help="Where the HTML page goes; it has plots where matplotlib is installed.",
 )
 @out_option("locomo")
 @engine_options
@@ -248,10 +248,8 @@ def locomo(
         raise InvalidInput("--random-weights has nothing to say about answers; give --model.")
     judging = read_judge(judge_url, judge_model, judge_styles)
     numbers = read_ranges("--conversations", conversations)
-    from inferscale.bench.plots import check_plotting
     from inferscale.bench.questions import read_gold
 
-    check_plotting()
     asked = [read_gold(conversation, number, wanted, with_adversarial=True) for number in numbers]
     spec = engine.spec()
     from inferscale.bench.locomo import LocomoFiles, run_locomo

@@ -98,17 +98,24 @@ def refuse_pool_dtype(vllm_config: Any, pool_dtype: PoolDtype) -> None:
     """Refuse a pool whose numbers are too coarse for the model's keys.
 
     The bias of a key projection makes a few dimensions a hundred times the others; the three bits of E4M3's
-    fraction leave them errors as large as what tells one token from another (docs/quality.md).
+    fraction leave them errors as large as what tells one token from another (docs/log.md).
     """
     config = vllm_config.model_config.hf_text_config
     has_bias = str(getattr(config, "model_type", "")).startswith("qwen2") or any(
-        getattr(config, name, False) is True for name in ("attention_bias", "qkv_bias", "add_qkv_bias")
+        getattr(config, name, False) is True
+        for name in ("attention_bias", "qkv_bias", "add_qkv_bias", "use_qkv_bias", "use_bias")
     )
     if pool_dtype == "fp8" and has_bias:
         raise UnsupportedLayout(
             "pool_dtype is 'fp8', which is too coarse for this model: the projection of its keys has a bias. "
             "Set it to 'int8', which takes about as much room, or to 'auto'."
         )
+
+
+def steps_at_once(vllm_config: Any) -> int:
+    """How many steps are under way at most, one that begins included: two with asynchronous scheduling."""
+    in_this_release = 2 if vllm_config.scheduler_config.async_scheduling else 1
+    return int(getattr(vllm_config, "max_concurrent_batches", in_this_release))
 
 
 def layer_caches(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> list[LayerCache]:

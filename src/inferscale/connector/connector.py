@@ -113,15 +113,16 @@ class InferScaleConnector(KVConnectorBase_V1):
     def _serve(self, pages: int) -> None:
         table = PageTable(pages, self.config.page_size_tokens, self.config.max_share)
         model = compat.model_fingerprint(self._vllm_config)
+        store, steps_at_once = self._store(model, 0), compat.steps_at_once(self._vllm_config)
         self.scheduler = SchedulerSide(
             table,
             block_size=self._cache.block_size,
             model=model,
             secret=load_secret(self._runtime_dir),
-            tiering=open_tiering(self.config, table, self._store(model, 0), self._num_ranks),
+            tiering=open_tiering(self.config, table, store, self._num_ranks, steps_at_once),
         )
         if self.config.disk_bytes:
-            remove_unused(self._store(model, 0).folder.parent)
+            remove_unused(store.folder.parent)
         self._server = ResidencyServer(self._runtime_dir, self.scheduler.answer)
 
     @property

@@ -25,6 +25,7 @@ def remove_unused(used: Path) -> int:
     """Remove the files of formats beside `used` that no engine has locked; of how many formats. What else is
     there stays, and so does what cannot be removed, with a warning."""
     removed = 0
+    _remove_aside(used.parent)  # what a process that was killed left
     for folder in used.parent.iterdir():
         try:
             if folder != used and _is_format(folder):
@@ -33,8 +34,7 @@ def remove_unused(used: Path) -> int:
             continue
         except OSError as error:
             logger.warning("KV on disk of another format cannot be removed: %s", error)
-    for folder in used.parent.glob(f"{_ASIDE}*"):  # also what a process that was killed left
-        shutil.rmtree(folder, ignore_errors=True)
+    _remove_aside(used.parent)
     if removed:
         logger.info("KV on disk of %d other formats was removed", removed)
     return removed
@@ -51,6 +51,16 @@ def _put_aside(folder: Path) -> bool:
     finally:
         lock.release()
     return bool(ranks)
+
+
+def _remove_aside(parent: Path) -> None:
+    for folder in parent.glob(f"{_ASIDE}*"):
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:  # another engine that starts removes it too
+            continue
+        except OSError as error:
+            logger.warning("KV on disk of another format cannot be removed: %s", error)
 
 
 def _is_format(folder: Path) -> bool:

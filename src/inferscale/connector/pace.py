@@ -1,8 +1,9 @@
 """How fast this engine prefills and its lower tiers load, measured while it runs. Pure.
 
-Prefilling: tokens of a step over the time to the next one. A pause of the engine makes a sample slower,
-never faster, so the fastest of the last ones counts. Loading: bytes over the time that a request waited for
-them, in steps and queues as they are; the median of the last ones counts.
+Prefilling: tokens of a step over the time to the first one that begins when it is done, which is the next
+one, or with asynchronous scheduling the one after that. A pause of the engine makes a sample slower, never
+faster, so the fastest of the last ones counts. Loading: bytes over the time that a request waited for them,
+in steps and queues as they are; the median of the last ones counts.
 """
 
 from __future__ import annotations
@@ -16,21 +17,25 @@ from inferscale.pool.tiers import TierName
 _SAMPLES = 16
 _LEAST_TOKENS = 128
 """Of a step that says how fast prefilling is; smaller ones are decoding for the most part."""
+_LEAST_LOADS = 3
+"""Of a tier, before its rate counts."""
 
 
 class Pace:
-    def __init__(self) -> None:
+    """steps_at_once: so many can be under way when another one begins, itself included."""
+
+    def __init__(self, steps_at_once: int = 1) -> None:
         self._prefill: deque[float] = deque(maxlen=_SAMPLES)
         self._loads: dict[str, deque[float]] = {}
-        self._last: tuple[int, float] | None = None
+        self._begun: deque[tuple[int, float]] = deque(maxlen=steps_at_once)
 
     def note_step(self, num_tokens: int, now_s: float) -> None:
         """A step of so many tokens begins."""
-        if self._last is not None:
-            before, then_s = self._last
-            if before >= _LEAST_TOKENS and now_s > then_s:
-                self._prefill.append(before / (now_s - then_s))
-        self._last = num_tokens, now_s
+        if len(self._begun) == self._begun.maxlen:
+            done, then_s = self._begun[0]
+            if done >= _LEAST_TOKENS and now_s > then_s:
+                self._prefill.append(done / (now_s - then_s))
+        self._begun.append((num_tokens, now_s))
 
     def note_load(self, tier: str, size_bytes: int, seconds: float) -> None:
         """A request has waited so long for so much."""
@@ -47,11 +52,14 @@ class Pace:
     def is_worth_waiting(self, num_tokens: int, size_bytes: Mapping[TierName, int]) -> bool:
         """Whether to load so many bytes from each tier takes less long than to prefill the tokens.
 
-        What was never measured is assumed to be worth it: then it is measured.
+        What was hardly measured is assumed to be worth it: then it is measured. One slow load, such as the
+        first one, must not be the last.
         """
         prefill = self.prefill_tokens_per_s()
-        rates = {tier: self.load_bytes_per_s(tier) for tier in size_bytes}
         if prefill is None:
             return True
-        load_s = sum(size / rate for tier, size in size_bytes.items() if (rate := rates[tier]) is not None)
+        known = {tier: samples for tier, samples in self._loads.items() if len(samples) >= _LEAST_LOADS}
+        load_s = sum(
+            size / statistics.median(known[tier]) for tier, size in size_bytes.items() if tier in known
+        )
         return load_s <= num_tokens / prefill

@@ -72,7 +72,7 @@ class Wait:
 
 class Tiering:
     """tiers: nearest first. size_of: bytes that a segment of so many tokens takes in a tier, on each rank.
-    wait: whether requests wait for loads, as in `ConnectorConfig.tier_wait`."""
+    wait: whether requests wait for loads, as in `ConnectorConfig.tier_wait`. steps_at_once: as in `Pace`."""
 
     def __init__(
         self,
@@ -81,6 +81,7 @@ class Tiering:
         size_of: Callable[[TierName, int], int],
         num_ranks: int,
         wait: TierWait = "auto",
+        steps_at_once: int = 1,
     ) -> None:
         self.table = table
         self.tiers = tiers
@@ -92,7 +93,7 @@ class Tiering:
         self._loading: dict[str, _Loading] = {}
         self._orders = TierOrders()
         self.lock: FolderLock | None = None
-        self.pace = Pace()
+        self.pace = Pace(steps_at_once)
         self.loads_failed = 0
         self.saves_failed = 0
         self.waits_refused = 0
@@ -348,7 +349,7 @@ def _without(saves: list[Save], name: TierName, keys: Iterable[str]) -> list[Sav
 
 
 def open_tiering(
-    config: ConnectorConfig, table: PageTable, store: DiskStore, num_ranks: int
+    config: ConnectorConfig, table: PageTable, store: DiskStore, num_ranks: int, steps_at_once: int = 1
 ) -> Tiering | None:
     """The tiers that the settings name, with what an earlier engine left on disk; None without any.
 
@@ -368,7 +369,7 @@ def open_tiering(
     def size_of(name: TierName, num_tokens: int) -> int:
         return store.size_of(num_tokens) if name == "disk" else num_tokens * store.token_bytes
 
-    tiering = Tiering(table, tiers, size_of, num_ranks, config.tier_wait)
+    tiering = Tiering(table, tiers, size_of, num_ranks, config.tier_wait, steps_at_once)
     if lock is not None:
         tiering.lock = lock
         found = sorted(store.scan(), key=lambda file: file.used_s)

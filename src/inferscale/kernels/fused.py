@@ -79,10 +79,7 @@ class FusedMover:
         self._inv_freq = rotary.inv_freq.to(device=self._device, dtype=torch.float64)
         self._num_layers = len(caches)
         self._staging = Staging(min(2 * max_tokens, _STAGED_NUMBERS), self._device)
-        strides = geometry.block_stride, geometry.slot_stride, geometry.kv_stride, geometry.head_stride
-        offsets = [2 * heads * dim, *strides, *self._layer_offsets.tolist()]
         elements, scales = _views(slab)
-        group = group_size(slab.format.pool_dtype, dim)
         tensors = {
             "slab": elements,
             "scales": scales,
@@ -90,38 +87,16 @@ class FusedMover:
             "cache": caches[0],
             "layer_offsets": self._layer_offsets,
         }
-        shape = {
-            "LAYERS": len(caches),
-            "HEADS": heads,
-            "DIM": dim,
-            "ROW": elements.shape[1],
-            "GROUP": group,
-            "SCALE_ROW": scales.shape[1],
-            "SCALES_AT": slab.shape.num_elements // _SCALE_BYTES if group else 0,
-            "PROMPT_BLOCK": block_size,
-            "BLOCK_SIZE": geometry.block_size,
-            "BLOCK_STRIDE": geometry.block_stride,
-            "SLOT_STRIDE": geometry.slot_stride,
-            "KV_STRIDE": geometry.kv_stride,
-            "HEAD_STRIDE": geometry.head_stride,
-            "ALIGN": _alignment(caches[0].element_size(), offsets),
-            "BLOCK_HEADS": _power_of_two(heads),
-        }
-        part = rotary.rotary_dim if rotary.interleaved else rotary.rotary_dim // 2
-        rotation = {
-            "PAIRS": rotary.rotary_dim // 2,
-            "INTERLEAVED": rotary.interleaved,
-            **_grid("DIM", dim, group),
-            **_grid("PAIR", part, group),
-            **_grid("REST", dim - rotary.rotary_dim, group),
-        }
+        shape = _shape_constants(slab, caches[0].element_size(), geometry, self._layer_offsets, block_size)
+        group = group_size(slab.format.pool_dtype, dim)
+        rotation = _rotation_constants(rotary, dim, group)
         self._inject_units = inject_tuning.units(2 * heads * dim)
         self._capture_units = capture_tuning.units(2 * heads * dim)
         module = _load(interpret)
         self._inject = _Pair(
             module.inject_kernel,
             {**tensors, "inv_freq": self._inv_freq},
-            {**shape, **rotation, "UNITS": self._inject_units},
+            {**shape, **rotation, **_grid("DIM", dim, group), "UNITS": self._inject_units},
             inject_tuning.num_warps,
         )
         self._capture = _Pair(
@@ -243,6 +218,44 @@ def _shape(slab: Slab) -> tuple[int, int]:
     if not slab.shape.is_uniform:
         raise UnsupportedLayout("the layers have key heads of different shapes")
     return slab.shape.layers[0]
+
+
+def _shape_constants(
+    slab: Slab, element_size: int, geometry: CacheGeometry, layer_offsets: torch.Tensor, block_size: int
+) -> dict[str, int]:
+    """What both kernels know of slab and caches. element_size: bytes of an element of these."""
+    heads, dim = _shape(slab)
+    elements, scales = _views(slab)
+    group = group_size(slab.format.pool_dtype, dim)
+    strides = geometry.block_stride, geometry.slot_stride, geometry.kv_stride, geometry.head_stride
+    return {
+        "LAYERS": len(layer_offsets),
+        "HEADS": heads,
+        "DIM": dim,
+        "ROW": elements.shape[1],
+        "GROUP": group,
+        "SCALE_ROW": scales.shape[1],
+        "SCALES_AT": slab.shape.num_elements // _SCALE_BYTES if group else 0,
+        "PROMPT_BLOCK": block_size,
+        "BLOCK_SIZE": geometry.block_size,
+        "BLOCK_STRIDE": geometry.block_stride,
+        "SLOT_STRIDE": geometry.slot_stride,
+        "KV_STRIDE": geometry.kv_stride,
+        "HEAD_STRIDE": geometry.head_stride,
+        "ALIGN": _alignment(element_size, [2 * heads * dim, *strides, *layer_offsets.tolist()]),
+        "BLOCK_HEADS": _power_of_two(heads),
+    }
+
+
+def _rotation_constants(rotary: Rotary, dim: int, group: int) -> dict[str, int]:
+    """How `inject_kernel` takes a key apart: what is rotated together, and what is not rotated."""
+    part = rotary.rotary_dim if rotary.interleaved else rotary.rotary_dim // 2
+    return {
+        "PAIRS": rotary.rotary_dim // 2,
+        "INTERLEAVED": rotary.interleaved,
+        **_grid("PAIR", part, group),
+        **_grid("REST", dim - rotary.rotary_dim, group),
+    }
 
 
 def _grid(name: str, size: int, group: int) -> dict[str, int]:

@@ -70,7 +70,7 @@ class LowerTiers:
 
     def drop(self, drops: Iterable[Drop]) -> None:
         for drop in drops:
-            self._writer.submit(self._drop, drop)
+            self._writer.submit(self._guarded, partial(self._drop, drop), lambda: None)
 
     def load(self, loads: Iterable[Load]) -> None:
         """Once the pages that these segments go to are zeroed, by work of the stream that calls this."""
@@ -127,6 +127,15 @@ class LowerTiers:
         if not has_room:
             self._tell("not_saved", *save.answers())
             return
+        try:
+            self._send(save, rows)
+        except BaseException:  # as where no pinned memory is left
+            with self._lock:
+                self._pending_bytes -= size
+            raise
+
+    def _send(self, save: Save, rows: Int32Array) -> None:
+        """Copy to host memory behind all that the engine's stream does so far, then to the writer."""
         index = torch.from_numpy(rows.astype(np.int64)).to(self._device, non_blocking=True)
         gathered = self._slab.data.index_select(0, index)
         event = None

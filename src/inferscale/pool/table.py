@@ -63,7 +63,7 @@ class PageTable:
     """Fixed-size pages and an eviction order. Not thread-safe, except that
     `is_resident` and `holds` may be called from any thread (they read one dictionary entry).
 
-    max_share: an owner that has more of the pages than this makes room of its own, once there is no free page.
+    max_share: an owner that has more of the pages than this makes room of its own, once no page is free.
     """
 
     def __init__(self, num_pages: int, page_size_tokens: int, max_share: float = 1.0) -> None:

@@ -49,8 +49,11 @@ class Forgetting:
         keys = [*keys, *self._encoding.forget_turns(item.scope for item in epochs)]
         if not keys and not epochs:
             return
+        await asyncio.shield(self._tell(keys, epochs))
+
+    async def _tell(self, keys: Sequence[str], epochs: Sequence[ScopeEpoch]) -> None:
         try:
-            await asyncio.shield(self._order(keys, epochs))
+            await self._order(keys, epochs)
         except EngineError:
             # No new plan names these keys or this epoch, so nothing of it can be reached any more.
             self._is_compared = False
