@@ -98,7 +98,7 @@ class ConnectorConfig:
     own flags, 1 GiB."""
     pool_dtype: PoolDtype = "auto"
     """How the pool keeps KV, in all tiers. `auto`: as vLLM's cache does, bit for bit. `int8`, `fp8`: a byte
-    an element and scales for each token, which is inexact (docs/log.md has what it costs)."""
+    an element and scales for each token, which is inexact (docs/quality.md has what it costs)."""
     page_size_tokens: int = 4
     """Tokens in one page of the pool; a segment occupies whole pages."""
     host_size_bytes: int | str = 0

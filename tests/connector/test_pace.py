@@ -35,17 +35,18 @@ def test_old_steps_are_forgotten() -> None:
 
 def test_what_was_never_measured_is_tried() -> None:
     pace = Pace()
-    assert pace.is_worth_waiting(100, {"disk": 10**12})
+    assert pace.is_worth_waiting(100, {"disk": 10**12}, 1.0)
     pace = pace_of([(1000, 0.0), (1000, 1.0)])
-    assert pace.is_worth_waiting(100, {"disk": 10**12})
+    assert pace.is_worth_waiting(100, {"disk": 10**12}, 1.0)
 
 
 def test_one_slow_load_is_not_the_last() -> None:
     """Nothing is measured where nobody waits."""
     pace = pace_of([(1000, 0.0), (1000, 1.0)])
     for seconds, is_worth_it in ((100.0, True), (0.1, True), (0.1, True), (100.0, False)):
-        pace.note_load("disk", 1_000, seconds)
-        assert pace.is_worth_waiting(100, {"disk": 1_000}) == is_worth_it
+        pace.note_load("disk", 1_000, seconds, 1.0)
+        assert pace.is_worth_waiting(100, {"disk": 1_000}, 2.0) == is_worth_it
+    assert pace.is_worth_waiting(100, {"disk": 1_000}, 400.0), "it may have become faster since"
 
 
 @pytest.mark.parametrize(
@@ -63,13 +64,14 @@ def test_loading_against_prefilling(sizes: dict[str, int], is_worth_it: bool) ->
     """1,000 tokens take a second; so do 10,000 bytes from host memory and 1,000 from disk."""
     pace = pace_of([(1000, 0.0), (1000, 1.0)])
     for seconds in (1.0, 100.0, 0.001):  # the middle one counts
-        pace.note_load("host", 10_000, seconds)
-        pace.note_load("disk", 1_000, seconds)
-    assert pace.is_worth_waiting(1000, sizes) == is_worth_it  # type: ignore[arg-type]
+        pace.note_load("host", 10_000, seconds, 1.0)
+        pace.note_load("disk", 1_000, seconds, 1.0)
+    assert pace.is_worth_waiting(1000, sizes, 2.0) == is_worth_it  # type: ignore[arg-type]
 
 
 def test_a_load_without_a_time_says_nothing() -> None:
     pace = Pace()
-    pace.note_load("host", 100, 0.0)
-    pace.note_load("host", 0, 1.0)
-    assert pace.load_bytes_per_s("host") is None
+    for _ in range(5):
+        pace.note_load("host", 100, 0.0, 1.0)
+        pace.note_load("host", 0, 1.0, 1.0)
+    assert pace.load_bytes_per_s("host", 1.0) is None

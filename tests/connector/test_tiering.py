@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,25 +126,15 @@ def test_who_would_be_prefilled_sooner_does_not_wait(
     engine.check_idle()
 
 
-def test_waits_are_measured_by_tier(engine: SymbolicEngine) -> None:
+def test_waits_are_measured_by_tier(make_engine: Make) -> None:
+    engine = make_engine(pool_pages=9, host_size_bytes=64 * KIB)
     remember(engine, *FACTS[:6])
     assert engine.side.tiering is not None
-    assert engine.side.tiering.pace.load_bytes_per_s("host") is None
-    chat(engine, "chat", FACTS[0], FACTS[1])
-    assert (engine.side.tiering.pace.load_bytes_per_s("host") or 0) > 0
-    assert engine.side.tiering.pace.load_bytes_per_s("disk") is None
-
-
-@pytest.mark.parametrize("num", [1, 2])
-def test_prefilling_is_measured_over_steps_that_are_done(
-    make_engine: Make, num: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("inferscale.connector.compat.steps_at_once", lambda _: num)
-    engine = make_engine(host_size_bytes=64 * KIB)
-    assert engine.side.tiering is not None
-    for number in range(num + 1):
-        engine.side.tiering.pace.note_step(1000, 1000.0 + number)
-    assert engine.side.tiering.pace.prefill_tokens_per_s() == pytest.approx(1000 / num)
+    pace = engine.side.tiering.pace
+    for number in range(4):
+        assert (pace.load_bytes_per_s("host", time.monotonic()) is not None) == (number >= 3)
+        chat(engine, f"chat {number}", *(FACTS[3:6] if number % 2 else FACTS[:3]))  # as much as the pool holds
+    assert pace.load_bytes_per_s("disk", time.monotonic()) is None
 
 
 def test_a_share_of_the_pool_is_kept_for_others(make_engine: Make) -> None:

@@ -93,7 +93,7 @@ class LocomoOptions:
     ks: tuple[int, ...] = (5, 10, 20, 50)
     num_questions: int | None = None
     categories: tuple[int, ...] = (1, 2, 3, 4, 5)
-    instruction: str = "Give the shortest possible answer. Give times as dates."
+    instruction: str = "Answer with as few words as possible, not in a sentence."
     adversarial_note: str = "If it was never said, answer: not mentioned."
     max_tokens: int = 32
     facts: str = "turns"

@@ -98,7 +98,7 @@ def refuse_pool_dtype(vllm_config: Any, pool_dtype: PoolDtype) -> None:
     """Refuse a pool whose numbers are too coarse for the model's keys.
 
     The bias of a key projection makes a few dimensions a hundred times the others; the three bits of E4M3's
-    fraction leave them errors as large as what tells one token from another (docs/log.md).
+    fraction leave them errors as large as what tells one token from another (docs/quality.md).
     """
     config = vllm_config.model_config.hf_text_config
     has_bias = str(getattr(config, "model_type", "")).startswith("qwen2") or any(

@@ -131,14 +131,13 @@ class Tiering:
             return None
         self.table.touch(resident[::-1])
         num_kept = num_tokens = 0
-        is_own = True
+        num_before = len(self._orders.loads)
         waited: list[str] = []
         size_bytes: dict[TierName, int] = {}
         for key, length, entry in needed:
             if entry is not None and entry.is_resident:
                 num_kept += entry.num_pages
             elif entry is None and (key in self._loading or self._load(key, length, num_kept, owner)):
-                is_own &= bool(self._orders.loads) and self._orders.loads[-1].key == key
                 waited.append(key)
                 num_tokens += length
                 source = self._loading[key].source.name
@@ -148,11 +147,12 @@ class Tiering:
         if not waited:
             return None
         is_worth_it = self._wait == "always" or (
-            self._wait == "auto" and self.pace.is_worth_waiting(num_tokens, size_bytes)
+            self._wait == "auto" and self.pace.is_worth_waiting(num_tokens, size_bytes, time.monotonic())
         )
         if not is_worth_it:
             self.waits_refused += 1
             return None
+        is_own = len(self._orders.loads) - num_before == len(waited)
         return Wait(frozenset(waited), time.monotonic() + MAX_WAIT_S, size_bytes if is_own else {})
 
     def is_below(self, key: str) -> bool:
@@ -189,7 +189,7 @@ class Tiering:
         if self._loading.keys().isdisjoint(wait.keys):
             if len(wait.size_bytes) == 1:
                 [(tier, size_bytes)] = wait.size_bytes.items()
-                self.pace.note_load(tier, size_bytes, now_s - wait.start_s)
+                self.pace.note_load(tier, size_bytes, now_s - wait.start_s, now_s)
             return True
         return now_s > wait.until_s
 
