@@ -133,6 +133,22 @@ def test_other_facts_leave_the_turns_as_they_are(chats: Chats) -> None:
     assert turns(chats.prepare(TALK[:3])) == wanted[:2]
 
 
+def test_the_best_facts_are_recomputed_where_text_has_them(chats: Chats) -> None:
+    question = [user("Where does my sister Ines live?")]
+    whole, prepared = chats.prepare(question), chats.prepare(question, tail=1)
+    assert prepared.prompt == whole.prompt == chats.prepare(question, tail=1, mode="text").prompt
+    assert segments(prepared) == segments(whole)[:2], "the head and the other fact"
+    assert chats.prepare(question, tail=2).plan is None
+    assert chats.prepare(question, tail=2).prompt == whole.prompt
+
+
+def test_behind_earlier_turns_they_stand_before_the_question(chats: Chats) -> None:
+    """In front of the turns they would turn these into text."""
+    prepared = chats.prepare(TALK, tail=1)
+    assert [span.fact_id for span in prepared.prompt.tail_spans] == [prepared.hits[0].fact.id]
+    assert [segment.kind for segment in segments(prepared)] == ["text", "fact", "turn", "turn", "turn"]
+
+
 def test_whose_conversation_it_is_makes_the_key(chats: Chats) -> None:
     system = {"role": "system", "content": "Be brief."}
     several = [

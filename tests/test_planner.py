@@ -22,7 +22,7 @@ def ids(candidates: tuple[Candidate, ...]) -> list[str]:
 
 
 def test_nothing_found() -> None:
-    assert choose([], tail=3, budget_tokens=0) == ((), (), (), 0)
+    assert choose([], tail=3, budget_tokens=0) == ((), (), (), 0, 0)
 
 
 def test_best_fact_stands_last() -> None:
@@ -43,6 +43,16 @@ def test_tail_may_be_larger_than_what_exists(tail: int) -> None:
     choice = choose(found("a", "b", None, "d"), tail=tail, budget_tokens=100)
     assert choice.front == ()
     assert ids(choice.tail) == ["f3", "f2", "f1", "f0"]
+
+
+def test_the_best_may_be_recomputed_where_they_stand() -> None:
+    """With KV or without: what has none among the others goes into the tail as ever."""
+    choice = choose(found(None, "b", "c", None, "e"), tail=2, budget_tokens=100, in_place=True)
+    assert ids(choice.front) == ["f4", "f2", "f1", "f0"]
+    assert ids(choice.injected) == ["f4", "f2"]
+    assert (ids(choice.tail), ids(choice.missing), choice.num_recomputed) == (["f3"], ["f3"], 2)
+    all_of_them = choose(found("a", "b"), tail=5, budget_tokens=10, in_place=True)
+    assert (ids(all_of_them.front), ids(all_of_them.injected)) == (["f0"], [])
 
 
 def test_facts_without_kv_go_into_the_tail_in_order_of_rank() -> None:

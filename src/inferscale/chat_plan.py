@@ -112,12 +112,13 @@ class _Found(NamedTuple):
     facts: list[Candidate]
     blocks: list[Candidate]
 
-    def choose(self, tail: int, budget_tokens: int, needs_residency: bool) -> Choice:
+    def choose(self, tail: int, budget_tokens: int, needs_residency: bool, in_place: bool) -> Choice:
         return choose(
             self.facts,
             tail=tail,
             budget_tokens=budget_tokens,
             needs_residency=needs_residency,
+            in_place=in_place,
             blocks=self.blocks,
         )
 
@@ -179,7 +180,7 @@ class ChatPlanner:
         )
         choice, prompt = self._fitted(draft, found, tail, max_tokens, needs_residency=mode == "inject")
         plan = None
-        if mode == "inject" and choice.front:
+        if mode == "inject" and choice.injected:
             plan = self._plan(scope, recall.epoch, choice, prompt, caller_salt)
         timings = ChatTimings(recall.embed_ms, recall.search_ms, residency_ms)
         prompt_ms = (time.perf_counter() - start_s) * 1e3 - timings.front_ms
@@ -249,9 +250,10 @@ class ChatPlanner:
         without facts rendered to learn how much room there is. Raises TextTooLong.
         """
         limit = self.max_model_len - max_tokens
+        in_place = not draft.follows_turns
         if found.facts or found.blocks:
             room = limit - draft.num_tokens
-            choice = found.choose(tail, room, needs_residency)
+            choice = found.choose(tail, room, needs_residency, in_place)
             if not choice.num_left_out:
                 prompt = draft.build(facts_of(choice.front), facts_of(choice.tail))
                 if len(prompt.token_ids) <= limit:
@@ -264,7 +266,7 @@ class ChatPlanner:
                 f"max_model_len={self.max_model_len}. Shorten the messages or lower max_tokens."
             )
         while True:
-            choice = found.choose(tail, room, needs_residency)
+            choice = found.choose(tail, room, needs_residency, in_place)
             if not (choice.front or choice.tail):
                 return choice, without_facts
             prompt = draft.build(facts_of(choice.front), facts_of(choice.tail))
@@ -277,11 +279,11 @@ class ChatPlanner:
         """Head, front facts and earlier turns as segments."""
         head = prompt.head_ids
         segments = [Segment(self._head_key(head), head, "text")]
-        for candidate in choice.front:
+        for candidate in choice.injected:
             assert candidate.key is not None
             segments.append(Segment(candidate.key, self.prompts.fact_ids(candidate.fact), "fact"))
         model, digest = self.encoder.model, digest_of(scope)
-        if self.keeps_turns:
+        if self.keeps_turns and not choice.num_recomputed:
             segments += turn_segments(model, digest, caller_salt, head, prompt.turns)
         return Plan(model, digest, epoch, segments=tuple(segments), caller_salt=caller_salt)
 

@@ -294,8 +294,8 @@ class MemoryLLM:
         """Answer the last message with the core blocks and the `top_k` best facts of the scope in the prompt.
 
         mode: `inject` takes their KV from the pool, `text` prefills the same text, `none` leaves
-        memory out. tail: so many of the best facts are prefilled right before the question instead
-        of injected; they then see all others. filters: as in `Memory.search`. A scope without facts is
+        memory out. tail: so many of the best facts, which stand last, are prefilled instead of
+        injected; they then see all others. filters: as in `Memory.search`. A scope without facts is
         answered without memory.
         Raises InvalidInput (EmptyText, TextTooLong, …) for what cannot be asked.
         """

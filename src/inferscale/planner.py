@@ -2,8 +2,11 @@
 
 Only a leading run of the prompt can be injected, so one fact without KV in front would turn all
 facts behind it into text. Facts that are not resident therefore go into the tail, right before the
-question, together with the `tail` best ones, which are recomputed there on purpose: they see all
-other facts. In both places core blocks stand first and the best fact last.
+question. In both places core blocks stand first and the best fact last.
+
+The `tail` best facts are recomputed on purpose: they see all other facts. They do so where they stand, at
+the end of the front, so that the prompt is that of text memory; only behind earlier turns, which could then
+not be injected either, they go into the tail.
 """
 
 from __future__ import annotations
@@ -24,12 +27,19 @@ class Candidate(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Facts in prompt order. missing: facts that are in the tail only because they are not resident."""
+    """Facts in prompt order. missing: facts that are in the tail only because they are not resident.
+    num_recomputed: so many at the end of the front are not injected."""
 
     front: tuple[Candidate, ...]
     tail: tuple[Candidate, ...]
     missing: tuple[Candidate, ...]
     num_left_out: int
+    num_recomputed: int = 0
+
+    @property
+    def injected(self) -> tuple[Candidate, ...]:
+        """What is to be injected, where anything is."""
+        return self.front[: len(self.front) - self.num_recomputed]
 
 
 def choose(
@@ -38,11 +48,13 @@ def choose(
     tail: int,
     budget_tokens: int,
     needs_residency: bool = True,
+    in_place: bool = False,
     blocks: Sequence[Candidate] = (),
 ) -> Choice:
     """Order facts for a prompt.
 
-    candidates: best first. tail: how many of the best are recomputed. budget_tokens: room for
+    candidates: best first. tail: how many of the best are recomputed, in_place: at the end of the front
+    instead of in the tail. budget_tokens: room for
     facts; the lowest-ranked ones that do not fit are left out, and any that would not fit alone.
     needs_residency: False where all facts are prefilled anyway (mode `text`), so that they stand
     where injected ones would. blocks: core blocks, in their order; they get room first and stand before
@@ -70,7 +82,7 @@ def choose(
     missing: list[Candidate] = list(lacking)
     for rank, candidate in enumerate(kept):
         if rank < tail:
-            behind.append(candidate)
+            (front if in_place else behind).append(candidate)
         elif needs_residency and candidate.key is None:
             behind.append(candidate)
             missing.append(candidate)
@@ -82,4 +94,5 @@ def choose(
         (*lacking, *reversed(behind)),
         tuple(missing),
         num_left_out,
+        min(tail, len(kept)) if in_place else 0,
     )

@@ -297,6 +297,11 @@ class Draft:
         self._rendered: _Rendered | None = None
 
     @property
+    def follows_turns(self) -> bool:
+        """Whether earlier turns stand between the facts and the question."""
+        return any(message["role"] != "system" for message in self._messages[: last_user(self._messages)])
+
+    @property
     def head_ids(self) -> tuple[int, ...]:
         """`Prompt.head_ids` of every prompt with facts in front."""
         return self._with_front().head

@@ -162,14 +162,15 @@ def test_more_than_exist_may_be_asked_for(llm: MemoryProcess) -> None:
 
 
 @pytest.mark.parametrize("tail", [2, 50])
-def test_tail_is_prefilled_before_the_question(llm: MemoryProcess, tail: int) -> None:
+def test_the_best_facts_are_prefilled_where_they_stand(llm: MemoryProcess, tail: int) -> None:
     facts = llm.add(said(f"tail {tail}"), user_id=f"tail {tail}")
     result, sent = ask(llm, user_id=f"tail {tail}", tail=tail)
     in_front = [hit.fact for hit in result.hits[tail:]]
     expected = len(llm.anchor()) + sum(llm.num_tokens(in_front)) if in_front else 0
     assert (result.num_injected_tokens, result.num_missing_tokens) == (expected, 0)
-    _, other = ask(llm, user_id=f"tail {tail}", tail=tail, mode="text")
-    assert other.token_ids == sent.token_ids
+    for as_text in (tail, 0):
+        _, other = ask(llm, user_id=f"tail {tail}", tail=as_text, mode="text")
+        assert other.token_ids == sent.token_ids
     assert all(sent.text.count(fact.text) == 1 for fact in facts)
 
 

@@ -111,7 +111,7 @@ def recall_options(command: F) -> F:
         type=COUNT,
         default=0,
         show_default=True,
-        help="Best facts that are recomputed before the question.",
+        help="Best facts that are recomputed instead of injected: answers come closer to those of text memory.",
     )(command)
     return click.option("--top-k", type=COUNT, default=50, show_default=True, help="Facts in the prompt.")(
         command

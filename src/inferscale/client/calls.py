@@ -241,8 +241,8 @@ def chat(
     """Ask with memory: a text, or chat messages that end with the user's.
 
     model: None is the one that the server serves; it is asked for once. top_k: facts in the prompt. mode:
-    "inject", "text" (the same facts prefilled) or "none". tail: best facts that are recomputed before the
-    question. store: remember the new turns after the answer, or facts that are extracted of them ("infer").
+    "inject", "text" (the same facts prefilled) or "none". tail: best facts that are recomputed instead of
+    injected. store: remember the new turns after the answer, or facts that are extracted of them ("infer").
     filters: as of `search`. extra: more fields of the chat completion request, such as
     `{"max_tokens": 64, "temperature": 0}`. With neither a scope nor one of top_k, mode, tail, store and
     filters it is a chat without memory.
