@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from symbolic_engine import PAGE_SIZE, TOKEN_BYTES, SymbolicEngine, key_of
+from symbolic_engine import PAGE_SIZE, TOKEN_BYTES, SymbolicEngine, key_of, segment
 
 from inferscale.config import ConnectorConfig
 from inferscale.connector import tiering as tiering_module
@@ -133,7 +133,8 @@ def test_waits_are_measured_by_tier(make_engine: Make) -> None:
     pace = engine.side.tiering.pace
     for number in range(4):
         assert (pace.load_bytes_per_s("host", time.monotonic()) is not None) == (number >= 3)
-        chat(engine, f"chat {number}", *(FACTS[3:6] if number % 2 else FACTS[:3]))  # as much as the pool holds
+        facts = FACTS[3:6] if number % 2 else FACTS[:3]  # as much as the pool holds
+        chat(engine, f"chat {number}", *facts)
     assert pace.load_bytes_per_s("disk", time.monotonic()) is None
 
 
@@ -147,6 +148,27 @@ def test_a_share_of_the_pool_is_kept_for_others(make_engine: Make) -> None:
         engine.run()
     assert is_resident(engine, FACTS[0])
     assert [is_resident(engine, fact) for fact in FACTS[1:6]] == [False, False, False, True, True]
+    engine.check_idle()
+
+
+def test_what_a_prompt_has_in_the_pool_stays_while_others_can_make_room(make_engine: Make) -> None:
+    """Its last facts are there and its owner comes above its share: they are not given up for the first."""
+    engine = make_engine(pool_pages=18, host_size_bytes=64 * KIB)
+
+    def ask(name: str, owner: str, *facts: list[int], captures: bool = False) -> dict[str, Any]:
+        prompt = [token for fact in facts for token in fact] + QUESTION
+        spans = tuple(Span(key_of(fact), 12 * at, 12 * at + 12) for at, fact in enumerate(facts))
+        segments = () if captures else tuple(segment(fact) for fact in facts)
+        plan = Plan(engine.side.model, owner, segments=segments, captures=spans if captures else (), id=name)
+        engine.add(name, prompt, plan)
+        engine.run()
+        return engine.outcomes[name] or {}
+
+    ask("hers", "ana", *FACTS[:4], captures=True)
+    ask("his", "bob", *FACTS[4:10], captures=True)
+    ask("last", "ana", FACTS[2], FACTS[3])
+    assert ask("all", "ana", *FACTS[:4])["injected_tokens"] == 48
+    assert stats(engine)["host_hits"] == 3, "each that had left was loaded once"
     engine.check_idle()
 
 

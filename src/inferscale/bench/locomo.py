@@ -4,7 +4,7 @@ LoCoMo's questions (Maharana et al., 2024) are answered greedily in the modes of
 facts:
 
     none     no memory
-    text     the facts are prefilled: the reference, for each tail that a policy has
+    text     the facts are prefilled: the reference
     inject   the same prompt, the facts' KV injected; once for each policy
 
 The modes differ in nothing but where the facts' KV comes from (see `fidelity`). All questions of a
@@ -33,7 +33,7 @@ from inferscale.bench.asked import (
 )
 from inferscale.bench.engine import BenchEngine, EngineSpec
 from inferscale.bench.extracted import extract_facts
-from inferscale.bench.fidelity import Arm, arms_of
+from inferscale.bench.fidelity import Arm
 from inferscale.bench.harness import BenchRun, Row, Say
 from inferscale.bench.judge import Judge
 from inferscale.bench.locomo_report import write_report
@@ -80,11 +80,14 @@ class AskedResult:
 @dataclass
 class LocomoResults:
     """What was asked and answered. questions: with the number of their conversation. recalls: for each k, the
-    share of a question's evidence among the facts found; None where it names no turn."""
+    share of a question's evidence among the facts found; None where it names no turn. num_facts, num_raw: of
+    extracted facts, and of turns among them that were kept as they were said."""
 
     questions: list[tuple[int, GoldQuestion]] = field(default_factory=list)
     asked: dict[Asked, AskedResult] = field(default_factory=dict)
     recalls: dict[int, list[float | None]] = field(default_factory=dict)
+    num_facts: int = 0
+    num_raw: int = 0
 
 
 class _Task(NamedTuple):
@@ -129,11 +132,7 @@ class LocomoMeasurement:
         options = self._options
         questions = asked_questions(conversation, options)
         if options.facts == "extracted":
-            self._say(f"{conversation.name}: extracting facts of {len(conversation.turns)} turns …")
-            conversation = extract_facts(
-                self._engine, self._prompts, conversation, self._embedder, self._cache, self.machine
-            )
-            self._say(f"{conversation.name}: {len(conversation.turns)} facts")
+            conversation = self._extracted(conversation)
         with AskedConversation(
             self._engine,
             self._prompts,
@@ -144,26 +143,37 @@ class LocomoMeasurement:
             embedder=self._embedder,
             max_tokens=options.max_tokens,
         ) as asked:
-            texts: dict[tuple[int, int], list[Case]] = {}
+            texts: dict[int, list[Case]] = {}
             for arm in self._arms:
                 found: list[tuple[Asked, list[Case]]] = []
                 passes: Passes | None = None
                 for k in options.ks if arm.mode != "none" else (0,):
                     cases, passes = (
-                        asked.plain(arm.mode, arm.tail, k)
-                        if arm.policy is None
-                        else asked.injected(arm.policy, k)
+                        asked.plain(arm.mode, k=k) if arm.policy is None else asked.injected(arm.policy, k)
                     )
                     if arm.mode == "text":
-                        texts[k, arm.tail] = cases
+                        texts[k] = cases
                     elif arm.mode == "inject":
-                        check_same(texts[k, arm.tail], cases, conversation)
+                        check_same(texts[k], cases, conversation)
                     found.append((Asked(arm, k), cases))
                 self._answer(asked, found, passes, conversation)
             for k in options.ks:
-                self.results.recalls.setdefault(k, []).extend(map(_recall, texts[k, 0]))
+                self.results.recalls.setdefault(k, []).extend(map(_recall, texts[k]))
             asked.forget()
         self.results.questions += [(conversation.number, question) for question in questions]
+
+    def _extracted(self, conversation: GoldConversation) -> GoldConversation:
+        """With facts in the place of turns."""
+        said = {turn.text for turn in conversation.turns}
+        self._say(f"{conversation.name}: extracting facts of {len(conversation.turns)} turns …")
+        conversation = extract_facts(
+            self._engine, self._prompts, conversation, self._embedder, self._cache, self.machine
+        )
+        num_raw = sum(turn.text in said for turn in conversation.turns)
+        self.results.num_facts += len(conversation.turns)
+        self.results.num_raw += num_raw
+        self._say(f"{conversation.name}: {len(conversation.turns)} facts, {num_raw} of them turns as said")
+        return conversation
 
     def _answer(
         self,
@@ -262,6 +272,12 @@ class LocomoFiles(NamedTuple):
     report: Path | None = None
 
 
+def arms_of(policies: Sequence[Policy]) -> tuple[Arm, ...]:
+    """The reference, `none`, and the policies: the order in which they are asked. A question alone has the
+    same prompt with and without a tail, so one reference serves all of them."""
+    return (Arm("text"), Arm("none"), *(Arm("inject", policy.tail, policy) for policy in policies))
+
+
 def asked_questions(conversation: GoldConversation, options: LocomoOptions) -> tuple[GoldQuestion, ...]:
     """The questions with what is said behind them besides the instruction."""
     return tuple(
@@ -274,8 +290,7 @@ def num_answers(
     conversations: Sequence[GoldConversation], policies: Sequence[Policy], options: LocomoOptions
 ) -> int:
     """How many answers a run asks for."""
-    arms = arms_of(policies)
-    ways = sum(1 if arm.mode == "none" else len(options.ks) for arm in arms)
+    ways = sum(1 if arm.mode == "none" else len(options.ks) for arm in arms_of(policies))
     return ways * sum(len(asked_questions(conversation, options)) for conversation in conversations)
 
 
@@ -325,6 +340,7 @@ def _config(
 ) -> dict[str, Any]:
     """What all rows say of the run."""
     numbers = [question.category for _, question in results.questions]
+    extracted = {"facts": results.num_facts, "turns_as_said": results.num_raw}
     return {
         "conversations": ",".join(str(conversation.number) for conversation in conversations),
         "file": conversations[0].name.partition("#")[0],
@@ -336,6 +352,7 @@ def _config(
         "adversarial_note": options.adversarial_note,
         "max_tokens": options.max_tokens,
         "facts": options.facts,
+        "extracted": extracted if options.facts == "extracted" else None,
         "pool_dtype": pool_dtype,
         "retrieval": asdict(RetrievalConfig()),
         "baseline": "mode text of the same command: the same prompt ids, facts prefilled",

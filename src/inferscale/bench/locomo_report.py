@@ -54,7 +54,7 @@ class Table(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """k, mode, and the policy or the tail of a text."""
+    """k, mode, and the policy."""
 
     k: int
     mode: str
@@ -105,8 +105,7 @@ def _cells(rows: Sequence[Row]) -> _Cells:
         if row["bench"] != "locomo" or row["mode"] is None:
             continue
         config = row["config"]
-        name = config.get("policy") or (f"tail {config['tail']}" if config.get("tail") else "")
-        cells.setdefault(_Way(row["k"], row["mode"], name), {})[row["metric"]] = row
+        cells.setdefault(_Way(row["k"], row["mode"], config.get("policy", "")), {})[row["metric"]] = row
     if not any("cut_answers" in found for found in cells.values()):
         raise InvalidInput("the run has no scored answers; it was cut off, so run it again.")
     return cells
@@ -134,14 +133,13 @@ def _scores(cells: _Cells) -> Table:
 
 
 def _differences(cells: _Cells) -> Table:
-    """Of injection to text with the same facts in the same places, and to plain text where that differs."""
+    """Of injection to text with the same facts in the same places."""
     lines = []
     for way, found in cells.items():
         for metric, name in _METRICS.items():
-            for suffix, to in (("", "text"), ("_to_plain_text", "plain text")):
-                row = found.get(f"delta_{metric}{suffix}")
-                if row is not None:
-                    lines.append(_difference(way, found, row, f"{name}, inject − {to}"))
+            row = found.get(f"delta_{metric}")
+            if row is not None:
+                lines.append(_difference(way, found, row, f"{name}, inject − text"))
     head = ["k", "mode", "what", "points", "by conversation", "only inject right", "only text right", "p"]
     return Table("Injected beside text", head, lines)
 

@@ -97,29 +97,27 @@ class LocomoRows:
         self._add(metric.name, paired.mean(metric.values), asked, {**told, **categories})
         if asked.arm.mode != "inject":
             return
-        for tail in dict.fromkeys((asked.arm.tail, 0)):
-            reference = self._values(metrics, asked, tail, metric.name)
-            name = f"delta_{metric.name}" + ("" if tail == asked.arm.tail else "_to_plain_text")
-            differences = [value - other for value, other in zip(metric.values, reference, strict=True)]
-            more = {} if places is self._adversarial else self._by_category(differences, places)
-            if metric.is_right:
-                more["mcnemar"] = _mcnemar(metric.values, reference)
-            conversations = [self._results.questions[place][0] for place in places]
-            if len(set(conversations)) > 1:
-                clustered = paired.clustered_difference(metric.values, reference, conversations)
-                more["ci95_by_conversation"] = [round(bound, 4) for bound in clustered.ci95]
-            difference = paired.mean_difference(metric.values, reference)
-            self._add(name, difference, asked, {**told, **more})
+        reference = self._of_text(metrics, asked, metric.name)
+        differences = [value - other for value, other in zip(metric.values, reference, strict=True)]
+        more = {} if places is self._adversarial else self._by_category(differences, places)
+        if metric.is_right:
+            more["mcnemar"] = _mcnemar(metric.values, reference)
+        conversations = [self._results.questions[place][0] for place in places]
+        if len(set(conversations)) > 1:
+            clustered = paired.clustered_difference(metric.values, reference, conversations)
+            more["ci95_by_conversation"] = [round(bound, 4) for bound in clustered.ci95]
+        difference = paired.mean_difference(metric.values, reference)
+        self._add(f"delta_{metric.name}", difference, asked, {**told, **more})
 
-    def _values(
-        self, metrics: Mapping[Asked, Sequence[_Metric]], asked: Asked, tail: int, name: str
+    def _of_text(
+        self, metrics: Mapping[Asked, Sequence[_Metric]], asked: Asked, name: str
     ) -> Sequence[float]:
-        """Of text with the same facts and this tail."""
+        """Values of text with the same facts."""
         (found,) = (
             metric.values
             for other, of in metrics.items()
             for metric in of
-            if (other.arm.mode, other.arm.tail, other.k, metric.name) == ("text", tail, asked.k, name)
+            if (other.arm.mode, other.k, metric.name) == ("text", asked.k, name)
         )
         return found
 
@@ -131,9 +129,7 @@ class LocomoRows:
         if asked.arm.mode != "inject":
             return
         (text,) = (
-            other
-            for way, other in self._results.asked.items()
-            if (way.arm.mode, way.arm.tail, way.k) == ("text", asked.arm.tail, asked.k)
+            other for way, other in self._results.asked.items() if (way.arm.mode, way.k) == ("text", asked.k)
         )
         same = [a.text == b.text for a, b in zip(result.answers, text.answers, strict=True)]
         self._add_value("same_answers", "share", float(np.mean(same)), asked, told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -111,7 +112,7 @@ def recall_options(command: F) -> F:
         type=COUNT,
         default=0,
         show_default=True,
-        help="Best facts that are recomputed instead of injected: answers come closer to those of text memory.",
+        help="Best facts that are recomputed instead of injected, which brings answers closer to text memory.",
     )(command)
     return click.option("--top-k", type=COUNT, default=50, show_default=True, help="Facts in the prompt.")(
         command
@@ -155,6 +156,15 @@ def memory_config(data_dir: Path | None, embedder: str | None, *, has_engine: bo
     another process's engine may fill it."""
     folder, device = data_dir or default_data_dir(), AUTO if has_engine else "cpu"
     return MemoryConfig(folder, embedder, device, encryption_key_file=encryption_key_file())
+
+
+def read_api_key(variable: str | None, default: str) -> str | None:
+    """The API key in the environment variable that --api-key-env names, else in `default`, where it is set.
+    Raises InvalidInput where the one that was named is not."""
+    key = os.environ.get(variable or default, "").strip()
+    if variable and not key:
+        raise InvalidInput(f"The environment variable {variable}, named by --api-key-env, is not set.")
+    return key or None
 
 
 def read_text(argument: str | None, what: str) -> str:

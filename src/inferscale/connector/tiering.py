@@ -137,7 +137,9 @@ class Tiering:
         for key, length, entry in needed:
             if entry is not None and entry.is_resident:
                 num_kept += entry.num_pages
-            elif entry is None and (key in self._loading or self._load(key, length, num_kept, owner)):
+            elif entry is None and (
+                key in self._loading or self._load_for(key, length, num_kept, resident, owner)
+            ):
                 waited.append(key)
                 num_tokens += length
                 source = self._loading[key].source.name
@@ -182,6 +184,15 @@ class Tiering:
             self._loading[key].is_ahead = True
             loading.append(key)
         return Wait(frozenset(loading), time.monotonic() + MAX_WAIT_S) if loading else None
+
+    def _load_for(
+        self, key: str, num_tokens: int, num_kept_pages: int, needed: list[Entry], owner: str
+    ) -> bool:
+        """Order a load for a prompt, with the room of others if there is any, or else of its end.
+
+        num_kept_pages: of what stands in front of it; needed: all that the prompt has in the pool."""
+        num_needed = sum(entry.num_pages for entry in needed if entry.is_resident)
+        return any(self._load(key, num_tokens, kept, owner) for kept in (num_needed, num_kept_pages))
 
     def is_over(self, wait: Wait) -> bool:
         """Whether all has come, or no more is waited for."""
