@@ -99,15 +99,15 @@ def measurement(
     return FidelityMeasurement(engine, prompts, policies, chosen, cache, lambda text: None, WordEmbedder())
 
 
-def test_arms_are_measured_with_a_reference_for_each_tail() -> None:
+def test_the_reference_is_measured_first() -> None:
     alone, tailed = Policy.parse("alone"), Policy.parse("alone+tail2")
     assert arms_of([tailed, alone]) == (
-        Arm("text", 0),
-        Arm("text", 2),
+        Arm("text"),
         Arm("none"),
-        Arm("inject", 2, tailed),
-        Arm("inject", 0, alone),
+        Arm("inject", tailed),
+        Arm("inject", alone),
     )
+    assert [arm.tail for arm in arms_of([tailed, alone])] == [0, 0, 2, 0]
 
 
 def test_the_arms_differ_in_nothing_but_where_the_kv_comes_from(
@@ -124,8 +124,7 @@ def test_the_arms_differ_in_nothing_but_where_the_kv_comes_from(
         instruction="Briefly.",
         embedder=WordEmbedder(),
     ) as asked:
-        text, inject, none = asked.plain("text", 2), asked.injected(policy), asked.plain("none")
-        plain = asked.plain("text")
+        text, inject, none = asked.plain("text"), asked.injected(policy), asked.plain("none")
     assert [case.prompt for case in text.cases] == [case.prompt for case in inject.cases]
     assert [case.answer_ids for case in text.cases] == [case.answer_ids for case in inject.cases]
     assert all(case.plan is None and case.num_prefilled == len(case.prompt) for case in text.cases)
@@ -134,7 +133,7 @@ def test_the_arms_differ_in_nothing_but_where_the_kv_comes_from(
         assert len(case.plan.table.keys) == 1 + K - 2  # the head, and the facts that are not in the tail
         assert case.num_prefilled == len(case.prompt) - sum(case.plan.table.lengths)
     decode = tokenizer_with(CHATML).decode
-    first = decode(list(plain.cases[0].prompt))
+    first = decode(list(text.cases[0].prompt))
     assert "Where does Ana live?\nBriefly." in first
     assert sum(said in first for _, said in SAID) == K
     assert not any(said in decode(list(none.cases[0].prompt)) for _, said in SAID)
@@ -149,15 +148,14 @@ def test_the_best_facts_can_be_recomputed_where_they_stand(
     ) as asked:
         text, whole, last, all_of_them = (
             asked.plain("text").cases,
-            *(asked.injected(Policy.parse(f"alone{last}")).cases for last in ("", "+last1", "+last9")),
+            *(asked.injected(Policy.parse(f"alone{last}")).cases for last in ("", "+tail1", "+tail9")),
         )
     for cases in zip(text, whole, last, all_of_them, strict=True):
         assert len({case.prompt for case in cases}) == 1
-        keys = [list(case.plan.table.keys) for case in cases[1:] if case.plan is not None]
-        assert [len(of) for of in keys] == [1 + K, K, 1]
+        keys = [[] if case.plan is None else list(case.plan.table.keys) for case in cases[1:]]
+        assert [len(of) for of in keys] == [1 + K, K, 0]
         assert keys[0][:-1] == keys[1]
-        assert keys[0][:1] == keys[2]
-        assert cases[1].num_prefilled < cases[2].num_prefilled < cases[3].num_prefilled < len(text[0].prompt)
+        assert cases[1].num_prefilled < cases[2].num_prefilled < cases[3].num_prefilled
 
 
 def test_the_search_does_not_see_the_instruction(
@@ -193,7 +191,7 @@ def test_scores_costs_and_times(prompts: PromptBuilder, conversation: GoldConver
         assert [score.nll for score in result.scores] == pytest.approx([expected[arm.mode]] * num)
         assert len(result.ttfts_ms) == 2
         assert all(not score.tops for score in result.scores)
-    injected = results.arms[Arm("inject", 0, Policy.parse("sliding(2,2)"))]
+    injected = results.arms[Arm("inject", Policy.parse("sliding(2,2)"))]
     # The gold token, the 255 behind it, and the rest.
     p, q = (0.5, 0.5 / 512), (0.4, 0.6 / 2048)
     rest = 1 - p[0] - 255 * p[1], 1 - q[0] - 255 * q[1]
@@ -313,8 +311,6 @@ def test_rows(prompts: PromptBuilder, tmp_path: Path) -> None:
     assert (
         1 < value("tokens_per_stored_token", "sliding(2,2)") < value("tokens_per_stored_token", "alone") + 2
     )
-    assert ("delta_nll_to_plain_text", "sliding(2,2)") not in found
-    assert ("delta_nll_to_plain_text", "sliding(2,2)+tail2") in found
     assert found["ttft", "alone"]["n"] == 2
     assert not any(row["config"].get("default") for row in rows)
 

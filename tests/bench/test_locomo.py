@@ -128,7 +128,7 @@ def measurement(
 
 def arm_of(policy: str) -> Arm:
     chosen = Policy.parse(policy)
-    return Arm("inject", chosen.tail, chosen)
+    return Arm("inject", chosen)
 
 
 def test_every_way_answers_every_question(

@@ -1,7 +1,7 @@
 """Questions of a conversation as prompts, the way `MemoryLLM` makes them, in every mode on one engine.
 
 All modes have the same facts in the same order from the same retriever: the default one, asked for the
-question alone. Prompts of mode `text` with the tail of a policy are those of the policy, token by token.
+question alone. Prompts of mode `text` are those of every policy, token by token.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from types import TracebackType
 from typing import NamedTuple
 
@@ -175,9 +174,9 @@ class AskedConversation:
         self._passes: dict[WindowPolicy, Passes] = {}
         self._encoded: Passes | None = None
 
-    def plain(self, mode: Mode, tail: int = 0, k: int | None = None) -> AskedCases:
+    def plain(self, mode: Mode, k: int | None = None) -> AskedCases:
         """All questions without injection: mode `none` or `text`. k: facts in a prompt, all k by default."""
-        policy = Policy(Policy.default().window, tail)
+        policy = Policy(Policy.default().window)
         return AskedCases(self._cases(self._encoder(policy), mode, policy, k), None)
 
     def injected(self, policy: Policy, k: int | None = None) -> AskedCases:
@@ -247,9 +246,6 @@ class AskedConversation:
             )
         if choice.missing:
             raise EngineError(f"{len(choice.missing)} turns of {self.conversation.name} cannot be encoded.")
-        if plan is not None and policy.last:
-            num_kept = max(1, len(plan.segments) - policy.last)  # the head stays
-            plan = replace(plan, segments=tuple(plan.segments)[:num_kept])
         num_injected = 0 if plan is None else sum(plan.table.lengths)
         prompt = tuple(prepared.prompt.token_ids)
         found = tuple(hit.fact for hit in prepared.hits)

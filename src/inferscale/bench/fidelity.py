@@ -56,17 +56,19 @@ from inferscale.retrieval import Embedder, open_embedder
 
 
 class Arm(NamedTuple):
-    """One way to ask all questions. tail: of mode `text`, that of the policies it is the reference of."""
+    """One way to ask all questions. policy: of mode `inject`."""
 
     mode: Mode
-    tail: int = 0
     policy: Policy | None = None
 
     @property
     def name(self) -> str:
-        if self.policy is not None:
-            return f"inject {self.policy}"
-        return f"text, tail {self.tail}" if self.tail else self.mode
+        return self.mode if self.policy is None else f"inject {self.policy}"
+
+    @property
+    def tail(self) -> int:
+        """Facts that are recomputed."""
+        return 0 if self.policy is None else self.policy.tail
 
 
 @dataclass
@@ -92,10 +94,8 @@ class FidelityResults:
 
 
 def arms_of(policies: Sequence[Policy]) -> tuple[Arm, ...]:
-    """A reference for each tail, `none`, and the policies: the order in which they are measured."""
-    tails = dict.fromkeys([0, *(policy.tail for policy in policies)])
-    texts = [Arm("text", tail) for tail in tails]
-    return (*texts, Arm("none"), *(Arm("inject", policy.tail, policy) for policy in policies))
+    """The reference, `none`, and the policies: the order in which they are measured."""
+    return (Arm("text"), Arm("none"), *(Arm("inject", policy) for policy in policies))
 
 
 class FidelityMeasurement:
@@ -136,16 +136,15 @@ class FidelityMeasurement:
             instruction=options.instruction,
             embedder=self._embedder,
         ) as asked:
-            references: dict[int, _Reference] = {}
+            reference: _Reference | None = None
             for arm in self._arms:
-                cases = asked.plain(arm.mode, arm.tail) if arm.policy is None else asked.injected(arm.policy)
-                reference = None if arm.mode == "text" else references[arm.tail]
+                cases = asked.plain(arm.mode) if arm.policy is None else asked.injected(arm.policy)
                 if arm.mode == "inject":
                     assert reference is not None
                     check_same(reference.cases, cases.cases, conversation)
                 scores = self._scores(asked, arm, cases, reference)
                 if arm.mode == "text":
-                    references[arm.tail] = _Reference(cases.cases, scores)
+                    reference = _Reference(cases.cases, scores)
                 self._note(arm, cases, scores)
                 if is_first:
                     self.results.arms[arm].ttfts_ms = self._timed(asked, cases)

@@ -28,7 +28,7 @@ class FidelityRows:
         self._k = k
         self._pool_dtype = pool_dtype
         self._none = next(result for arm, result in results.arms.items() if arm.mode == "none")
-        self._texts = {arm.tail: result for arm, result in results.arms.items() if arm.mode == "text"}
+        self._text = next(result for arm, result in results.arms.items() if arm.mode == "text")
 
     def add_all(self) -> list[Row]:
         first = len(self._run.rows)
@@ -48,7 +48,7 @@ class FidelityRows:
         if arm.mode == "text":
             self._add_value("prompt_tokens", "tokens", _mean(result.prompt_tokens), arm, config)
             return
-        text = self._texts[arm.tail]
+        text = self._text
         kls = [score.kl for score in result.scores]
         missing = _mean([mass for score in result.scores for mass in score.missing])
         told = {**self._by_category(kls), "missing_probability": round(missing, 8)}
@@ -72,12 +72,6 @@ class FidelityRows:
     ) -> None:
         nothing = [score.nll for score in self._none.scores]
         self._add_share("recovered", paired.recovered_share(nothing, references, nlls), arm, config)
-        if arm.tail:  # text with the same tail may itself be better or worse than text as a rule
-            plain = [score.nll for score in self._texts[0].scores]
-            difference = paired.mean_difference(nlls, plain)
-            self._add("delta_nll_to_plain_text", "nats/token", difference, arm, config)
-            share = paired.recovered_share(nothing, plain, nlls)
-            self._add_share("recovered_of_plain_text", share, arm, config)
         prefilled = sum(result.prefilled_tokens) / sum(result.prompt_tokens)
         self._add_value("prefilled_tokens", "tokens", _mean(result.prefilled_tokens), arm, config)
         self._add_value("prefilled_share", "share", prefilled, arm, config)
@@ -129,7 +123,7 @@ def fidelity_table(rows: Sequence[Row]) -> str:
     arms: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         config = row["config"]
-        name = config.get("policy") or (f"tail {config['tail']}" if config.get("tail") else "")
+        name = config.get("policy") or ""
         arms.setdefault((str(row["mode"]), name), {})[row["metric"]] = row
     shown = [(name, cells) for name, cells in arms.items() if "nll" in cells]
     if not shown:
@@ -139,7 +133,6 @@ def fidelity_table(rows: Sequence[Row]) -> str:
         "",
         "NLL",
         "ΔNLL",
-        "ΔNLL to plain text",
         "KL",
         "recovered",
         "top-1",
@@ -155,7 +148,6 @@ def fidelity_table(rows: Sequence[Row]) -> str:
             name + (" (default)" if cells["nll"]["config"].get("default") else ""),
             f"{cells['nll']['p50']:.3f}",
             _with_interval(cells.get("delta_nll"), "+.3f"),
-            _with_interval(cells.get("delta_nll_to_plain_text"), "+.3f"),
             _with_interval(cells.get("kl"), ".3f"),
             _with_interval(cells.get("recovered"), ".1%"),
             f"{cells['top1_agreement']['p50']:.1%}" if "top1_agreement" in cells else "",

@@ -275,7 +275,7 @@ class LocomoFiles(NamedTuple):
 def arms_of(policies: Sequence[Policy]) -> tuple[Arm, ...]:
     """The reference, `none`, and the policies: the order in which they are asked. A question alone has the
     same prompt with and without a tail, so one reference serves all of them."""
-    return (Arm("text"), Arm("none"), *(Arm("inject", policy.tail, policy) for policy in policies))
+    return (Arm("text"), Arm("none"), *(Arm("inject", policy) for policy in policies))
 
 
 def asked_questions(conversation: GoldConversation, options: LocomoOptions) -> tuple[GoldQuestion, ...]:

@@ -17,17 +17,14 @@ _ANCHOR = "anchor"
 
 @dataclass(frozen=True)
 class Policy:
-    """window: what facts are encoded behind. tail: so many of the best are prefilled before the question.
-    last: so many of those in front are prefilled where they stand, which changes nothing of the prompt."""
+    """window: what facts are encoded behind. tail: so many of the best, which stand last, are prefilled."""
 
     window: WindowPolicy
     tail: int = 0
-    last: int = 0
 
     def __str__(self) -> str:
         """The form that `parse` reads."""
-        tail = f"+tail{self.tail}" if self.tail else ""
-        return f"{self.window}{tail}" + (f"+last{self.last}" if self.last else "")
+        return f"{self.window}" + (f"+tail{self.tail}" if self.tail else "")
 
     @classmethod
     def default(cls) -> Policy:
@@ -39,15 +36,15 @@ class Policy:
     def parse(cls, text: str) -> Policy:
         """`alone`, `window(5)`, `sliding(20,20)+tail10`; `anchor` is another name of `alone`. Raises
         InvalidInput."""
-        pattern = r"([^+]*?)(?:\s*\+\s*tail\s*(\d+))?(?:\s*\+\s*last\s*(\d+))?"
+        pattern = r"([^+]*?)(?:\s*\+\s*tail\s*(\d+))?"
         match = re.fullmatch(pattern, text.strip(), flags=re.ASCII)
         if match is None:
             raise InvalidInput(
-                f"the policy is {text!r}; allowed is a window policy, and behind it '+tailN' or '+lastN' "
-                "for N recomputed facts, for example 'sliding(20,20)+tail10'."
+                f"the policy is {text!r}; allowed is a window policy, and behind it '+tailN' for N "
+                "recomputed facts, for example 'sliding(20,20)+tail10'."
             )
         window = "alone" if match[1] == _ANCHOR else match[1]
-        return cls(parse_policy(window), int(match[2] or 0), int(match[3] or 0))
+        return cls(parse_policy(window), int(match[2] or 0))
 
 
 def parse_policies(text: str) -> tuple[Policy, ...]:

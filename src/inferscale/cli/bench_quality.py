@@ -51,7 +51,7 @@ _KEY_VARIABLE = "INFERSCALE_JUDGE_API_KEY"
     default=str(Policy.default()),
     show_default=True,
     help="What is compared, separated by semicolons: alone (or anchor), window(W), sliding(W,STRIDE), each "
-    "with +tailN for N facts recomputed before the question, or +lastN for N recomputed where they stand.",
+    "with +tailN for the N best facts recomputed.",
 )
 @click.option(
     "--instruction",
