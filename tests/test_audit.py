@@ -205,3 +205,16 @@ def test_a_server_is_asked_with_its_key(tmp_path: Path, monkeypatch: pytest.Monk
     ]
     refused = CliRunner().invoke(main, [*where, "--api-key-env", "NO_SUCH_KEY"])
     assert "NO_SUCH_KEY, named by --api-key-env, is not set" in refused.stderr
+
+
+def test_an_id_that_was_never_known_is_told(catalog: Catalog, tmp_path: Path) -> None:
+    add(catalog, ANA, SECRET)
+    catalog.delete_all(ANA)
+    catalog.close()
+    assert ANA.user_id is not None
+    told = {}
+    for name in (ANA.user_id, "nana"):
+        result = CliRunner().invoke(main, ["audit", "--user-id", name, "--data-dir", str(tmp_path)])
+        assert result.exit_code == 0, result.output
+        told[name] = "Nothing was ever stored in" in result.stderr
+    assert told == {ANA.user_id: False, "nana": True}

@@ -112,3 +112,10 @@ def test_on_the_command_line() -> None:
     read = json.loads(CliRunner().invoke(main, [*asked, "--json", "--tokens-per-fact", "60"]).stdout)
     assert read["facts_per_gib"] == 312
     assert [tier["tier"] for tier in read["tiers"]] == ["GPU pool", "host memory", "disk"]
+
+
+def test_kv_plan_names_its_options() -> None:
+    asked = ["kv", "plan", "--model", "qwen2.5-7b", "--users", "10", "--facts", "5", "--talking", "50"]
+    result = CliRunner().invoke(main, asked)
+    assert result.exit_code
+    assert "--talking is 50; allowed are 1 to 10, the number of users" in result.output

@@ -249,7 +249,7 @@ def test_warm(opened: list[FakeLLM]) -> None:
         "resident_segments": 8,
         "free_pages": 40,
     }
-    assert "encoded 2/2 passes, 460 tokens/s, 8 facts/s" in result.stderr
+    assert "encoded 2/2 passes, 460 tokens/s, 8.0 facts/s" in result.stderr
     assert "Memory of the CPU: …\n" in result.stderr
     assert opened[0].warmed == [Scope("ana")]
     assert run("warm").stdout.startswith("7 facts, 8 segments resident, 2 passes, 230 tokens computed")
@@ -281,7 +281,7 @@ def test_ingest_and_encode(opened: list[FakeLLM], tmp_path: Path) -> None:
     assert "stored 3/3 facts" in shown.stderr
     assert "encoded 2/2 passes" in shown.stderr
     assert shown.stdout.splitlines()[1].startswith(
-        "4 facts encoded in 0.5 s (8 facts/s, 200 tokens/s, 230 tok"
+        "4 facts encoded in 0.5 s (8.0 facts/s, 200 tokens/s, 230 tok"
     )
 
 

@@ -16,6 +16,7 @@ from fakes import WordEmbedder
 from inferscale.cli import ingest as ingest_module
 from inferscale.cli.app import main
 from inferscale.cli.ingest_files import read_file
+from inferscale.cli.output import rate_text
 from inferscale.config import MemoryConfig
 from inferscale.errors import EmptyText
 from inferscale.facts import Fact, Turn
@@ -86,6 +87,10 @@ def test_lines_of_json(folder: Path, tmp_path: Path) -> None:
     assert "  stored 5/5 facts, " in result.stderr
     found = stored(folder)
     assert [Turn(f.text, f.speaker, f.said_at, f.metadata) for f in found] == TURNS
+
+
+def test_a_slow_rate_has_a_digit() -> None:
+    assert [rate_text(rate) for rate in (0.04, 0.4, 9.949, 9.96, 12.3)] == ["0.0", "0.4", "9.9", "10", "12"]
 
 
 def test_a_list_of_json_and_standard_input(folder: Path, tmp_path: Path) -> None:

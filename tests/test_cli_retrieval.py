@@ -44,6 +44,9 @@ def test_filters_and_expiry(tmp_path: Path) -> None:
     for bad in ("{", "[1]", '{"a": {"like": 1}}'):
         refused = run("search", "tea", *scope, "--filter", bad)
         assert (refused.exit_code, "--filter" in refused.stderr) == (2, True)
+    refused = run("search", "tea", *scope, "--filter", "not json")
+    assert "'not json' is no JSON" in refused.stderr
+    assert '{"topic": "travel"' in refused.stderr
     refused = run("add", "x", *scope, "--expires-at", "soon")
     assert (refused.exit_code, "expires_at" in refused.stderr) == (1, True)
 

@@ -94,7 +94,7 @@ def test_a_server_without_the_memory_api_is_named(kind: str) -> None:
 )
 def test_other_answers_are_named(kind: str, content: dict[str, Any]) -> None:
     for name, arguments in (("search", ("a",)), ("list", ()), ("stats", ()), ("chat", ("a",))):
-        with pytest.raises(UnexpectedAnswer, match=r"not one of the memory API.*Check base_url"):
+        with pytest.raises(UnexpectedAnswer, match=r"not one of the memory API.*Check the URL"):
             getattr(answering(kind, 200, **content), name)(*arguments)
     with pytest.raises(UnexpectedAnswer):
         answering(kind, 307, headers={"location": "/elsewhere"}).stats()
@@ -134,7 +134,7 @@ def test_what_goes_wrong_on_the_way(kind: str, error: Exception, message: str) -
     "base_url", ["localhost:8000", "ftp://a", "", "http://", "http://u:p@a", "http://a/?q=1", "http://a:b", 5]
 )
 def test_urls_that_are_none(kind: str, base_url: Any) -> None:
-    with pytest.raises(InvalidInput, match="base_url"):
+    with pytest.raises(InvalidInput, match="the server's URL"):
         Caller(kind, base_url=base_url).stats()
 
 
@@ -186,3 +186,9 @@ def test_what_json_cannot_hold_is_refused(client: Any, api: FakeMemoryApi, value
     with pytest.raises(InvalidInput, match="cannot be sent"):
         client.list(user_id="\ud800")
     assert not api.requests
+
+
+@pytest.mark.parametrize("text", [[{"role": "user", "content": "a"}], {"role": "user", "content": "a"}])
+def test_chat_messages_given_as_text(client: Any, text: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"text is a (list|dict).*messages=\[…\]"):
+        client.add(text, user_id="ana")

@@ -171,7 +171,7 @@ def test_what_the_command_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("A_KEY", raising=False)
     assert "no scope was given" in error()
     assert "A_KEY, named by --api-key-env, is not set" in error("--user-id", "ana", "--api-key-env", "A_KEY")
-    assert "base_url is 'nowhere'" in error("--user-id", "ana", "--url", "nowhere")
+    assert "the server's URL is 'nowhere'" in error("--user-id", "ana", "--url", "nowhere")
     monkeypatch.delitem(sys.modules, "inferscale.mcp_server")
     monkeypatch.setitem(sys.modules, "mcp.server.mcpserver", None)
     assert 'Install it: pip install "inferscale[mcp]"' in error("--user-id", "ana")

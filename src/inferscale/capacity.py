@@ -140,7 +140,8 @@ def plan(
         ("recent", recent, users),
     ):
         if value < 1 or (most is not None and value > most):
-            raise InvalidInput(f"{name} is {value}; allowed are 1 {f'to {most}' if most else 'or more'}.")
+            allowed = f"1 to {most}, the number of users" if most else "1 or more"
+            raise InvalidInput(f"{name} is {value}; allowed are {allowed}.")
     token_bytes = token_bytes_of(model, dtype)
     fact = fact_size(token_bytes, tokens_per_fact)
     tiers = tuple(

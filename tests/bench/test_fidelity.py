@@ -206,6 +206,17 @@ def test_scores_costs_and_times(prompts: PromptBuilder, conversation: GoldConver
     assert offline.pool == {}  # the next conversation finds it empty
 
 
+def test_encoding_is_told_before_it_is_done(prompts: PromptBuilder, conversation: GoldConversation) -> None:
+    offline, engine = engine_of()
+    told: list[tuple[str, bool]] = []
+    one = measurement(engine, prompts, policies="sliding(2,2)", num_timed=0)
+    one._say = lambda text: told.append((text, bool(offline.encoded)))
+    one.ask(conversation)
+    [(text, was_done)] = [each for each in told if "encoding" in each[0]]
+    assert text == f"{conversation.name}: encoding {len(SAID)} facts in {len(offline.encoded)} passes …"
+    assert not was_done
+
+
 def test_policies_of_one_window_share_its_passes_and_no_two_the_prefix_cache(
     prompts: PromptBuilder, conversation: GoldConversation
 ) -> None:

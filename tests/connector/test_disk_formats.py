@@ -22,7 +22,7 @@ def store(folder: Path, format: str) -> DiskStore:
     return made
 
 
-def test_what_no_engine_uses_goes(tmp_path: Path) -> None:
+def test_what_no_engine_uses_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A deletion names keys of one format: nothing else would remove what another has of a deleted fact."""
     used, other, old, running = (store(tmp_path, name) for name in (USED, OTHER, OLD, RUNNING))
     lock = FolderLock(running.folder.parent)
@@ -30,12 +30,17 @@ def test_what_no_engine_uses_goes(tmp_path: Path) -> None:
     left.mkdir()
     (left / "ab").touch()
     assert remove_unused(used.folder.parent) == 2
+    assert "KV on disk of 2 other formats was removed" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
     lock.release()
     there = [kept.read(KEY, 2) is not None for kept in (used, other, old, running)]
     assert there == [True, False, False, True]
     assert sorted(path.name for path in tmp_path.iterdir()) == [USED, OTHER, OLD, RUNNING]
     assert remove_unused(used.folder.parent) == 1, "its engine has ended"
+    assert "KV on disk of another format was removed" in caplog.text
+    caplog.clear()
     assert remove_unused(used.folder.parent) == 0
+    assert not caplog.records
 
 
 def test_what_cannot_be_removed_is_told(

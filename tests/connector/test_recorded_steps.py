@@ -78,7 +78,9 @@ class Replay:
     """Feeds the recorded calls to a scheduler side of its own."""
 
     def __init__(self, path: Path) -> None:
-        self.side = SchedulerSide(PageTable(64, 4), block_size=BLOCK_SIZE, model="m", secret=SECRET)
+        self.side = SchedulerSide(
+            PageTable(64, 4), block_size=BLOCK_SIZE, row_bytes=8, model="m", secret=SECRET
+        )
         self.requests = {name: request_of(name) for name in PLANS}
         self.blocks: dict[str, list[int]] = {}
         self.orders: list[StepOrders] = []

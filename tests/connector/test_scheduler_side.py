@@ -7,6 +7,7 @@ shown that each slot held the right KV. See `symbolic_engine.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,8 +189,55 @@ def test_the_run_ends_at_the_first_segment_that_is_not_resident(engine: Symbolic
     engine.chat("c", FACT + OTHER + THIRD + QUESTION, FACT, OTHER, THIRD)
     engine.run()
     assert engine.outcomes["c"]["injected_tokens"] == 30
-    assert engine.side.counters.segments_missing == 1
+    assert used(engine) == (1, 0, 2), "what stands behind the gap is prefilled, too"
     engine.check_idle()
+
+
+def used(engine: SymbolicEngine) -> tuple[int, int, int]:
+    """Facts injected, found in the prefix cache, and prefilled."""
+    counters = engine.side.counters
+    return counters.segments_injected, counters.segments_cached, counters.segments_missing
+
+
+def test_only_facts_are_counted(engine: SymbolicEngine) -> None:
+    """The head of the prompt is injected as well, and a turn behind the facts is computed."""
+    remember(engine, SYSTEM, FACT)
+    head, turn = (replace(segment(ids), kind=kind) for ids, kind in ((SYSTEM, "text"), (OTHER, "turn")))
+    plan = engine.plan(segments=(head, segment(FACT), turn))
+    engine.add("c", SYSTEM + FACT + OTHER + QUESTION, plan)
+    engine.run()
+    assert engine.outcomes["c"]["injected_tokens"] == 50
+    assert used(engine) == (1, 0, 0)
+
+
+def test_what_the_prefix_cache_has_is_neither_injected_nor_missing(engine: SymbolicEngine) -> None:
+    remember(engine, FACT, OTHER)
+    for name in "ab":
+        engine.chat(name, FACT + OTHER + QUESTION, FACT, OTHER)
+        engine.run()
+    assert engine.outcomes["b"]["cached_tokens"] == 48
+    assert used(engine) == (2, 2, 0)
+
+
+def test_a_fact_that_is_not_in_the_prompt_is_missing(engine: SymbolicEngine) -> None:
+    remember(engine, FACT)
+    engine.chat("c", FACT + QUESTION, OTHER, FACT)
+    engine.run()
+    assert used(engine) == (1, 0, 1)
+
+
+def test_sizes_of_the_pool_in_bytes(engine: SymbolicEngine) -> None:
+    empty = engine.side.stats()
+    remember(engine, FACT)
+    page_bytes = engine.side.table.page_size_tokens * engine.side.row_bytes
+    stats = engine.side.stats()
+    assert page_bytes > 0
+    assert stats["pool_capacity_bytes"] == stats["pages"] * page_bytes
+    assert (empty["pool_bytes"], stats["pool_bytes"]) == (
+        0,
+        (stats["pages"] - stats["free_pages"]) * page_bytes,
+    )
+    assert stats["pool_bytes"] > 0
 
 
 def test_injection_starts_inside_a_segment_where_the_prefix_cache_ends(engine: SymbolicEngine) -> None:

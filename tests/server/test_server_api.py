@@ -224,6 +224,13 @@ BAD = [
     (
         "POST",
         PATH,
+        {"user_id": "ana", "items": ["x"]},
+        'items.0: It is a text; give {"text": …}.',
+        "items.0",
+    ),
+    (
+        "POST",
+        PATH,
         {"user_id": "ana", "text": "x", "\ud800": 1},
         "the body: Input should be a valid string",
         None,

@@ -16,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferscale.bench.engine import BenchEngine, EngineSpec
+from inferscale.bench.harness import Say
 from inferscale.bench.policies import Policy
 from inferscale.bench.questions import GoldConversation, GoldQuestion
 from inferscale.bench.workload import Ids
 from inferscale.chat_plan import ChatPlanner, Mode, Residents
 from inferscale.config import MemoryConfig
+from inferscale.encode_jobs import without_repetitions
 from inferscale.encode_runner import EncodeRunner
 from inferscale.encoder import EncodeJob, Encoder
 from inferscale.errors import EngineError, InvalidInput
@@ -188,15 +190,19 @@ class AskedConversation:
         passes = self._passes[policy.window]
         return AskedCases(self._cases(passes.encoder, "inject", policy, k), passes)
 
-    def encode(self, passes: Passes | None) -> None:
+    def encode(self, passes: Passes | None, say: Say | None = None) -> None:
         """Bring the KV of these passes into the pool, and take out what was brought there before.
 
-        Raises EngineError where it does not fit.
+        say: told how much there is to do, before it is done. Raises EngineError where it does not fit.
         """
         if passes is None or passes is self._encoded:
             return
         self.forget()
         self._encoded = passes
+        if say is not None:
+            jobs = without_repetitions(passes.jobs)
+            num_facts, name = sum(job.num_facts for job in jobs), self.conversation.name
+            say(f"{name}: encoding {num_facts} facts in {len(jobs)} passes …")
         offline = self._engine.offline
         done = EncodeRunner(offline, passes.encoder).run(passes.jobs)
         offline.order(Order("stats"))  # a worker's last report may come with the next step

@@ -181,7 +181,7 @@ class FidelityMeasurement:
         scores = {place: score for place, key in enumerate(keys) if (score := self._cache.get(key))}
         wanted = [place for place in range(len(keys)) if place not in scores]
         if wanted:
-            asked.encode(cases.passes)
+            asked.encode(cases.passes, self._say)
             self._engine.reset_prefix_cache()
             for place, parts in self._forced(cases.cases, wanted, arm.mode):
                 tops = None if reference is None else reference.scores[place].tops
@@ -237,7 +237,7 @@ class FidelityMeasurement:
         timed = cases.cases[: self._options.num_timed]
         if not timed:
             return []
-        asked.encode(cases.passes)
+        asked.encode(cases.passes, self._say)
         times = []
         for case in (timed[0], *timed):  # the first one warms up
             self._engine.reset_prefix_cache()

@@ -64,6 +64,13 @@ class CatalogTraces:
                 found.append(TableTraces(table, of_scope, orphans))
         return found
 
+    def is_known(self, filter: Scope) -> bool:
+        """Whether anything was ever stored under a scope that it covers: the names of scopes stay."""
+        where, values = covered(filter)
+        with self._database.read() as connection:
+            found = connection.execute(f"SELECT EXISTS (SELECT 1 FROM scopes WHERE {where})", values)
+            return bool(found.fetchone()[0])
+
     def keys(self, filter: Scope) -> set[str]:
         """Keys of all encodings of the scope's facts, of all models."""
         where, values = covered(filter)

@@ -12,7 +12,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
-from inferscale.cli.output import say
+from inferscale.cli.output import rate_text, say
 from inferscale.config import MemoryConfig
 from inferscale.errors import EngineError, EngineMissing, InferScaleError
 
@@ -134,5 +134,5 @@ def show_progress(state: EncodeProgress) -> None:
     say(
         f"  encoded {state.done_jobs}/{state.jobs} passes, "
         f"{state.computed_tokens / max(state.seconds, 1e-9):.0f} tokens/s, "
-        f"{state.stored_facts_per_s:.0f} facts/s"
+        f"{rate_text(state.stored_facts_per_s)} facts/s"
     )

@@ -20,7 +20,7 @@ from inferscale.cli.options import (
     model_options,
     scope_options,
 )
-from inferscale.cli.output import emit, say
+from inferscale.cli.output import emit, rate_text, say
 from inferscale.errors import InvalidInput
 from inferscale.facts import Scope, ScopeIds
 from inferscale.memory import Memory
@@ -127,7 +127,7 @@ def _store(memory: Memory, scope: Scope, files: Sequence[FactFile], batch_size: 
             now_s = time.perf_counter()
             if now_s - told_s >= _PROGRESS_EVERY_S or num_stored == len(items):
                 rate = num_stored / max(now_s - start_s, 1e-9)
-                say(f"  stored {num_stored:,}/{len(items):,} facts, {rate:.0f} facts/s")
+                say(f"  stored {num_stored:,}/{len(items):,} facts, {rate_text(rate)} facts/s")
                 told_s = now_s
     except BaseException:
         if num_stored:
@@ -185,13 +185,14 @@ def _report(
         return
     click.echo(
         f"{stored.facts:,} facts stored from {len(files)} {'file' if len(files) == 1 else 'files'} in "
-        f"{stored.seconds:.1f} s ({stored.facts_per_s:.0f} facts/s)"
+        f"{stored.seconds:.1f} s ({rate_text(stored.facts_per_s)} facts/s)"
         + (f"; messages that are no utterances, not stored: {skipped:,}" if skipped else "")
     )
     if encoding is not None:
         click.echo(
             f"{encoding.stored_facts:,} facts encoded in {encoding.seconds:.1f} s "
-            f"({encoding.stored_facts_per_s:.0f} facts/s, {encoding.stored_tokens_per_s:.0f} tokens/s, "
+            f"({rate_text(encoding.stored_facts_per_s)} facts/s, "
+            f"{encoding.stored_tokens_per_s:.0f} tokens/s, "
             f"{encoding.computed_tokens:,} tokens computed for {encoding.stored_tokens:,} stored)"
             + (f"; {encoding.num_failed} found no room" if encoding.num_failed else "")
         )

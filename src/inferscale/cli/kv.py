@@ -9,6 +9,7 @@ from inferscale.capacity import plan as make_plan
 from inferscale.cli.kv_status import status
 from inferscale.cli.options import POSITIVE, json_option
 from inferscale.cli.output import emit
+from inferscale.errors import InvalidInput
 
 
 @click.group()
@@ -48,15 +49,18 @@ def plan(
 
     Sizes are of all workers together.
     """
-    planned = make_plan(
-        model,
-        users,
-        facts,
-        tokens_per_fact=tokens_per_fact,
-        dtype=dtype,
-        talking=talking,
-        recent=recent,
-    )
+    try:
+        planned = make_plan(
+            model,
+            users,
+            facts,
+            tokens_per_fact=tokens_per_fact,
+            dtype=dtype,
+            talking=talking,
+            recent=recent,
+        )
+    except InvalidInput as error:
+        raise InvalidInput(_with_option(str(error))) from error
     if as_json:
         emit(
             {
@@ -67,6 +71,12 @@ def plan(
         )
     else:
         _show(planned)
+
+
+def _with_option(message: str) -> str:
+    """`--talking is 50` instead of the argument's name."""
+    name, rest = message.split(" ", 1)
+    return f"--{name} {rest}" if name in ("talking", "recent") else message
 
 
 def _show(planned: KvPlan) -> None:

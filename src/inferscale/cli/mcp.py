@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import click
 
-from inferscale.cli.options import scope_options
-from inferscale.errors import InferScaleError, InvalidInput
+from inferscale.cli.options import read_api_key, scope_options
+from inferscale.errors import InferScaleError
 from inferscale.facts import ScopeIds
 from inferscale.turns import read_scope
 
@@ -39,11 +37,4 @@ def mcp(url: str, api_key_env: str | None, ids: ScopeIds) -> None:
         raise InferScaleError('The MCP SDK is missing. Install it: pip install "inferscale[mcp]"') from error
     from inferscale.client import AsyncClient
 
-    serve(AsyncClient(url, _api_key(api_key_env)), scope)
-
-
-def _api_key(variable: str | None) -> str | None:
-    key = os.environ.get(variable or _KEY_VARIABLE, "").strip()
-    if variable and not key:
-        raise InvalidInput(f"The environment variable {variable}, named by --api-key-env, is not set.")
-    return key or None
+    serve(AsyncClient(url, read_api_key(api_key_env, _KEY_VARIABLE)), scope)

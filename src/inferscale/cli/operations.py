@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from inferscale.cli.options import (
     json_option,
     key_file_option,
     memory_options,
+    read_api_key,
     scope_options,
 )
 from inferscale.cli.output import emit, say
@@ -80,6 +80,8 @@ def audit(
         emit({**finding._asdict(), "scope": scope.describe()})
     if not as_json:
         _show(found)
+    if not found.is_known:
+        say(f"Nothing was ever stored in {folder} under {scope.describe()}: check the id and --data-dir.")
     if not found.is_clean:
         context.exit(_FOUND)
 
@@ -181,10 +183,7 @@ def _asked(url: str, variable: str | None, scope: Scope) -> Numbers:
     """What the server counts for this scope."""
     from inferscale.client import Client
 
-    key = os.environ.get(variable or _KEY_VARIABLE, "").strip()
-    if variable and not key:
-        raise InvalidInput(f"The environment variable {variable}, named by --api-key-env, is not set.")
-    with Client(url, key or None) as client:
+    with Client(url, read_api_key(variable, _KEY_VARIABLE)) as client:
         return client.stats(**scope.ids())
 
 

@@ -112,11 +112,14 @@ def recall_options(command: F) -> F:
         type=COUNT,
         default=0,
         show_default=True,
-        help="Best facts that are recomputed instead of injected, which brings answers closer to text memory.",
+        help="Best facts that are recomputed instead of injected: nearer to text memory, and slower.",
     )(command)
     return click.option("--top-k", type=COUNT, default=50, show_default=True, help="Facts in the prompt.")(
         command
     )
+
+
+_FILTER = '{"topic": "travel", "rating": {"gte": 3}}'
 
 
 def filter_option(command: F) -> F:
@@ -126,7 +129,7 @@ def filter_option(command: F) -> F:
         "filters",
         metavar="JSON",
         callback=_read_filters,
-        help='Only facts whose metadata pass, such as \'{"topic": "travel", "rating": {"gte": 3}}\'.',
+        help=f"Only facts whose metadata pass, such as '{_FILTER}'.",
     )(command)
 
 
@@ -134,6 +137,10 @@ def _read_filters(context: click.Context, parameter: click.Parameter, value: str
     try:
         read = None if value is None else json.loads(value)
         read_filter(read)
+    except json.JSONDecodeError as error:
+        given = f"{value!r} is no JSON ({error})"
+        text = f"{given}; give an object such as '{_FILTER}', in quotes that keep the shell from reading it."
+        raise click.BadParameter(text, context, parameter) from error
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(str(error), context, parameter) from error
     return read

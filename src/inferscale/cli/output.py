@@ -27,6 +27,11 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
+def rate_text(per_second: float) -> str:
+    """With a digit where that says more than a whole number."""
+    return f"{per_second:.1f}" if per_second < 9.95 else f"{per_second:.0f}"
+
+
 def fact_json(fact: Fact) -> dict[str, Any]:
     return {
         "id": fact.id,

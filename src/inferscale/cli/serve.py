@@ -72,7 +72,7 @@ class _Serve(click.Command):
     default=ConnectorConfig.pool_dtype,
     show_default=True,
     help="How the facts' KV is kept: as vLLM's cache keeps it, or with a byte an element, in half the room "
-    "and not exactly.",
+    "and not exactly. A start with another one removes the KV on disk.",
 )
 @click.option(
     "--host-size",
@@ -88,7 +88,8 @@ class _Serve(click.Command):
     default="0",
     show_default=True,
     callback=read_tier_size,
-    help="The same on disk, in the folder kv of the data folder; it is there after a restart.",
+    help="The same on disk, in the folder kv of the data folder; it is there after a restart with the same "
+    "model, --pool-dtype, --tensor-parallel-size and encryption key. A start with another removes it.",
 )
 @click.option(
     "--window",

@@ -73,7 +73,7 @@ def _advice(status: int, error: dict[str, Any], request: httpx.Request) -> str:
     if status == 404 and error.get("type") != "not_found_error" and MEMORIES in request.url.path:
         return (
             f"What answers at {request.url.netloc.decode()} has no memory API: start vLLM with InferScale's "
-            "middleware (docs/server.md), or give another base_url."
+            "middleware (docs/server.md), or give another URL."
         )
     return ""
 
@@ -83,7 +83,7 @@ def _unexpected(status: int, text: str) -> UnexpectedAnswer:
     return UnexpectedAnswer(
         f"the answer is not one of the memory API: {start!r}",
         status=status,
-        advice="Check base_url, and that client and server are of the same version.",
+        advice="Check the URL, and that client and server are of the same version.",
     )
 
 
@@ -94,7 +94,7 @@ def connection_to(url: str) -> Iterator[None]:
         yield
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         raise ConnectionFailed(
-            f"no connection to {url}: {_reason(error)}. Check that the server runs and base_url is right."
+            f"no connection to {url}: {_reason(error)}. Check that the server runs and that the URL is right."
         ) from error
     except httpx.TimeoutException as error:
         raise ConnectionFailed(

@@ -78,6 +78,11 @@ def add(
     """
     if sum(given is not None for given in (text, messages, items)) != 1:
         raise InvalidInput("add takes one of text, messages and items.")
+    if text is not None and not isinstance(text, str):
+        raise InvalidInput(
+            f"text is a {type(text).__name__}; it must be text. Give chat messages as messages=[…], and "
+            "several texts, turns or objects with a text as items=[…]."
+        )
     body = {
         "text": text,
         "messages": None if messages is None else list(messages),

@@ -295,12 +295,15 @@ def _read_url(base_url: str) -> str:
     try:
         url = httpx.URL(base_url)
     except (httpx.InvalidURL, TypeError) as error:
-        raise InvalidInput(f"base_url is {base_url!r}: {error}. Give one such as {DEFAULT_URL}.") from error
+        raise InvalidInput(
+            f"the server's URL is {base_url!r}: {error}. Give one such as {DEFAULT_URL}."
+        ) from error
     if url.scheme not in ("http", "https") or not url.host:
-        raise InvalidInput(f"base_url is {base_url!r}; give one such as {DEFAULT_URL}.")
+        raise InvalidInput(f"the server's URL is {base_url!r}; give one such as {DEFAULT_URL}.")
     if url.userinfo or url.query or url.fragment:
         raise InvalidInput(
-            f"base_url holds more than host and path; give one such as {DEFAULT_URL}, and the key as api_key."
+            f"the server's URL holds more than host and path; give one such as {DEFAULT_URL}, and "
+            "the key as api_key."
         )
     return str(url).rstrip("/").removesuffix("/v1")
 

@@ -117,6 +117,7 @@ class InferScaleConnector(KVConnectorBase_V1):
         self.scheduler = SchedulerSide(
             table,
             block_size=self._cache.block_size,
+            row_bytes=self._format.row_bytes,
             model=model,
             secret=load_secret(self._runtime_dir),
             tiering=open_tiering(self.config, table, store, self._num_ranks, steps_at_once),

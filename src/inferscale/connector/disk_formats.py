@@ -36,7 +36,11 @@ def remove_unused(used: Path) -> int:
             logger.warning("KV on disk of another format cannot be removed: %s", error)
     _remove_aside(used.parent)
     if removed:
-        logger.info("KV on disk of %d other formats was removed", removed)
+        logger.warning(
+            "KV on disk of %s was removed: it is of another model, pool_dtype, number of workers, "
+            "encryption key or version of the files. Its facts are encoded anew when they are needed.",
+            "another format" if removed == 1 else f"{removed} other formats",
+        )
     return removed
 
 

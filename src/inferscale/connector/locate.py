@@ -19,7 +19,8 @@ from inferscale.pool.table import Entry
 class Placement(NamedTuple):
     """Segments found in the prompt, in its order, by columns: segment i is tokens `[starts[i], ends[i])`.
 
-    num_lost: how many of the plan's segments were not found. is_contiguous: known to have no gaps.
+    num_lost: how many of the plan's segments were not found. is_contiguous: known to have no gaps. kinds: as
+    of `Segments`, of those that were found.
     """
 
     keys: Sequence[str]
@@ -28,6 +29,7 @@ class Placement(NamedTuple):
     ends: Sequence[int]
     num_lost: int
     is_contiguous: bool = False
+    kinds: str = ""
 
     @property
     def end(self) -> int:
@@ -40,14 +42,15 @@ def locate(prompt_ids: Sequence[int], segments: Segments) -> Placement:
     if segments.opens_prompt and all(segments.lengths):
         # As nearly always: head and facts open the prompt, one behind the other.
         ends = list(accumulate(segments.lengths))
-        return Placement(segments.keys, segments.lengths, [0, *ends][:-1], ends, 0, True)
+        return Placement(segments.keys, segments.lengths, [0, *ends][:-1], ends, 0, True, segments.kinds)
     haystack = array("i", prompt_ids).tobytes()
     keys: list[str] = []
     lengths: list[int] = []
     starts: list[int] = []
     found_ends: list[int] = []
+    kinds: list[str] = []
     at_id = cursor = 0
-    for key, length in zip(segments.keys, segments.lengths, strict=True):
+    for key, length, kind in zip(segments.keys, segments.lengths, segments.kinds, strict=True):
         needle = segments.ids[4 * at_id : 4 * (at_id + length)]
         at_id += length
         at = _find_aligned(haystack, needle, cursor * 4) if needle else -1
@@ -58,7 +61,9 @@ def locate(prompt_ids: Sequence[int], segments: Segments) -> Placement:
         lengths.append(length)
         starts.append(at // 4)
         found_ends.append(cursor)
-    return Placement(keys, lengths, starts, found_ends, len(segments) - len(keys))
+        kinds.append(kind)
+    num_lost = len(segments) - len(keys)
+    return Placement(keys, lengths, starts, found_ends, num_lost, kinds="".join(kinds))
 
 
 def _find_aligned(haystack: bytes, needle: bytes, start: int) -> int:
@@ -105,7 +110,7 @@ def leading_run(placement: Placement, num_computed: int, limit: int, resident_ru
     It may begin inside a segment (a prefix-cache block ended there) and stops at the first gap,
     at the first segment that is not resident, and at `limit` (exclusive position).
     """
-    keys, lengths, starts, ends, _, is_contiguous = placement
+    keys, lengths, starts, ends, _, is_contiguous, _ = placement
     first = bisect_right(ends, num_computed)
     if first == len(keys) or starts[first] > num_computed or num_computed >= limit:
         return NO_RUN

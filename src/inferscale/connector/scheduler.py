@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -36,6 +37,7 @@ from inferscale.pool.table import PageTable
 logger = logging.getLogger(__name__)
 
 STALE = "memory of this scope changed after the plan was made"
+_FACT = "f"  # in the kinds of `Segments`
 MAX_OUTCOMES = 4096
 """Outcomes kept for callers that ask over the socket; the oldest are forgotten."""
 
@@ -48,6 +50,7 @@ class SchedulerSide:
         table: PageTable,
         *,
         block_size: int,
+        row_bytes: int,
         model: str,
         secret: bytes,
         tiering: Tiering | None = None,
@@ -55,6 +58,7 @@ class SchedulerSide:
         self.table = table
         self.tiering = tiering
         self.block_size = block_size
+        self.row_bytes = row_bytes
         self.model = model
         self.secret = secret
         self.counters = Counters()
@@ -201,12 +205,16 @@ class SchedulerSide:
             self._publish(state.plan.id, state)
 
     def _count_use(self, state: RequestState, run: Run) -> None:
-        self.counters.segments_injected += len(run.entries)
-        self.counters.tokens_injected += run.num_tokens
-        if state.placement is not None and state.num_claims == 0 and run.end < state.placement.end:
-            self.counters.segments_missing += sum(
-                1 for key in state.placement.keys if not self.table.is_resident(key)
-            )
+        counters, placement = self.counters, state.placement
+        counters.tokens_injected += run.num_tokens
+        if placement is None or state.num_claims:
+            return
+        first = bisect_right(placement.ends, state.match_start)  # those before it are in the prefix cache
+        cached = placement.kinds.count(_FACT, 0, first)
+        injected = placement.kinds.count(_FACT, first, first + len(run.entries))
+        counters.segments_cached += cached
+        counters.segments_injected += injected
+        counters.segments_missing += state.plan.table.kinds.count(_FACT) - cached - injected
 
     # order ------------------------------------------------------------------------------------
 
@@ -394,7 +402,7 @@ class SchedulerSide:
         """Counters and sizes; plain numbers only."""
         return {
             **vars(self.counters),
-            **sizes_of(self.table),
+            **sizes_of(self.table, self.row_bytes),
             **({} if self.tiering is None else self.tiering.stats()),
             "open_requests": len(self._requests),
             "open_steps": len(self._steps),

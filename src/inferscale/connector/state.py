@@ -70,14 +70,22 @@ class RequestState:
 
 @dataclass
 class Counters:
-    """Totals since start-up, for statistics and the residency socket."""
+    """Totals since start-up, for statistics and the residency socket.
+
+    segments_injected, segments_cached, segments_missing: facts of plans, each counted once a request, when it
+    is first scheduled: those that were injected (in part where the prefix cache ended inside), those that lie
+    wholly in vLLM's prefix cache, and those that were prefilled: not in the pool, behind one that is not, or
+    lost in the prompt. Head and turns are not counted, nor what the planner left as text: it is in no plan.
+    segments_lost: of any kind, not found in the prompt. tokens_injected: of any kind, again after a resume.
+    """
 
     requests: int = 0
     plans_rejected: int = 0
     plans_stale: int = 0
     segments_lost: int = 0
-    segments_missing: int = 0
     segments_injected: int = 0
+    segments_cached: int = 0
+    segments_missing: int = 0
     tokens_injected: int = 0
     captures: int = 0
     captures_without_room: int = 0
@@ -117,12 +125,15 @@ def outcome_of(state: RequestState, table: PageTable) -> dict[str, Any]:
     return outcome
 
 
-def sizes_of(table: PageTable) -> dict[str, int]:
-    """The pool's part of the statistics."""
+def sizes_of(table: PageTable, row_bytes: int) -> dict[str, int]:
+    """The pool's part of the statistics. row_bytes: of one token on each worker, as sizes are."""
+    page_bytes = table.page_size_tokens * row_bytes
     return {
         "evictions": table.num_evicted,
         "resident_segments": table.num_resident,
         "free_pages": table.num_free_pages,
         "pages": table.num_pages,
         "page_size_tokens": table.page_size_tokens,
+        "pool_bytes": (table.num_pages - table.num_free_pages) * page_bytes,
+        "pool_capacity_bytes": table.num_pages * page_bytes,
     }

@@ -48,9 +48,11 @@ _SEALED_PAGES = Finding(
 
 
 class Audit(NamedTuple):
-    """All places, in the order in which they were looked at."""
+    """All places, in the order in which they were looked at. is_known: whether anything was ever stored under
+    the scope in this folder."""
 
     findings: tuple[Finding, ...]
+    is_known: bool = True
 
     @property
     def is_clean(self) -> bool:
@@ -86,6 +88,7 @@ def audit(
     catalog = CatalogTraces(path, key)
     try:
         findings = list(_tables(catalog, scope))
+        is_known = catalog.is_known(scope)
         kv = _kv_files(data_dir / KV_FOLDER, key)
         of_scope, unnamed = catalog.keys(scope), catalog.unnamed(kv)
         said = [text for text in texts if catalog.is_said(text)]
@@ -104,7 +107,7 @@ def audit(
         findings.append(Finding("server", "facts", server.facts))
         note = "" if server.injectable is not None else "the server does not say"
         findings.append(Finding("server", "facts in its pool", server.injectable, note))
-    return Audit(tuple(findings))
+    return Audit(tuple(findings), is_known)
 
 
 def _tables(catalog: CatalogTraces, scope: Scope) -> Iterator[Finding]:

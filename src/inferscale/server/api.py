@@ -26,7 +26,15 @@ from inferscale.turns import Content, read_expiry
 logger = logging.getLogger(__name__)
 
 PREFIX = "/v1/memories"
-_POOL = ("pages", "free_pages", "page_size_tokens", "resident_segments", "evictions")
+_POOL = (
+    "pages",
+    "free_pages",
+    "page_size_tokens",
+    "pool_bytes",
+    "pool_capacity_bytes",
+    "resident_segments",
+    "evictions",
+)
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": models.ErrorAnswer} for status in (400, 401, 403, 404, 413, 429, 500, 503)
 }

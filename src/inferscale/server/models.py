@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from inferscale.facts import HistoryEvent, Scope
 from inferscale.server.results import ShownFact
@@ -76,6 +77,12 @@ class Item(_Body):
     expires_at: _Expiry | None = None
 
 
+def _no_bare_text(value: Any) -> Any:
+    if isinstance(value, str):
+        raise PydanticCustomError("bare_text", 'It is a text; give {"text": …}')
+    return value
+
+
 class AddBody(ScopeBody):
     """One of `text`, `messages` and `items`."""
 
@@ -92,7 +99,7 @@ class AddBody(ScopeBody):
     )
     text: _Text | None = Field(None, max_length=_MAX_TEXT)
     messages: _Messages | None = Field(None, max_length=_MAX_BATCH)
-    items: list[Item] | None = Field(None, max_length=_MAX_BATCH)
+    items: list[Annotated[Item, BeforeValidator(_no_bare_text)]] | None = Field(None, max_length=_MAX_BATCH)
     speaker: _Text | None = None
     said_at: _Text | None = None
     metadata: _Metadata | None = None
@@ -236,7 +243,8 @@ class Warming(BaseModel):
 
 
 class StatsAnswer(BaseModel):
-    """injectable: of the scope's facts; null without a scope. pool: pages. counters: of the connector."""
+    """injectable: of the scope's facts; null without a scope. pool: pages, and bytes on each worker.
+    counters: of the connector."""
 
     object: Literal["memory.stats"] = "memory.stats"
     facts: int
