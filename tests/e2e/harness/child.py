@@ -269,7 +269,9 @@ class EngineHost:
         entry = self._side.table.get(key)
         if entry is None or not entry.is_resident:
             return None
-        return self._worker.slab.uniform()[entry.rows].permute(1, 2, 0, 3, 4).contiguous().numpy()
+        slab = self._worker.slab
+        rows = torch.from_numpy(entry.rows.astype(np.int64))
+        return slab.format.decode(slab.data[rows]).permute(1, 2, 0, 3, 4).contiguous().numpy()
 
     def _caches(self) -> list[Any]:
         if self._connector is not None:
