@@ -84,7 +84,9 @@ class Read(NamedTuple):
     memory: dict[str, Any]
 
 
-def read_prompt(server: MemoryServer, memory: dict[str, Any], question: str = "What is new?") -> Read:
+def read_prompt(
+    server: MemoryServer, memory: dict[str, Any], question: str | list[dict[str, Any]] = "What is new?"
+) -> Read:
     # With a salt of its own nothing is in vLLM's prefix cache, and what can be injected is.
     answer = server.chat(question, memory, return_token_ids=True, max_tokens=2, cache_salt=uuid.uuid4().hex)
     ids = answer["prompt_token_ids"]
@@ -116,13 +118,20 @@ def test_attacks_stand_as_quoted_data_behind_the_heading(attacked: MemoryServer,
 
 @pytest.mark.parametrize("mode", ["inject", "text"])
 def test_attacks_in_the_tail_too(attacked: MemoryServer, mode: str) -> None:
-    prompt = read_prompt(attacked, {"user_id": "attacked", "mode": mode, "tail": 1000})
-    opening = f"<|im_start|>system\n{DEFAULT_SYSTEM}<|im_end|>\n<|im_start|>user\n{TAIL_HEADING}\n"
+    """Where earlier turns stand between the facts and the question."""
+    talk = [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "Hi."},
+        {"role": "user", "content": "What is new?"},
+    ]
+    prompt = read_prompt(attacked, {"user_id": "attacked", "mode": mode, "tail": 1000}, talk)
+    turns = "<|im_start|>user\nHello.<|im_end|>\n<|im_start|>assistant\nHi.<|im_end|>\n"
+    opening = f"<|im_start|>system\n{DEFAULT_SYSTEM}<|im_end|>\n{turns}<|im_start|>user\n{TAIL_HEADING}\n"
     end = "\nWhat is new?<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.text.startswith(opening)
     assert prompt.text.endswith(end)
     assert_only_lines(prompt.text.removeprefix(opening).removesuffix(end), LINES)
-    assert prompt.control == (0, 3, 2)
+    assert prompt.control == (0, 5, 4)
 
 
 def assert_only_lines(text: str, lines: list[str]) -> None:
