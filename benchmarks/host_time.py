@@ -34,6 +34,12 @@ SECRET = b"s" * 32
 PAGE, FACT_TOKENS, QUESTION_TOKENS = 4, 30, 32
 
 
+def scheduler_side(num_pages: int) -> SchedulerSide:
+    return SchedulerSide(
+        PageTable(num_pages, PAGE), block_size=BLOCK, row_bytes=131_072, model="m", secret=SECRET
+    )
+
+
 def main(texts: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -72,7 +78,7 @@ def report(
 def scheduler_times(num_requests: int, k: int, repeats: int) -> tuple[list[float], Moves]:
     """Seconds of all hooks of one step, and the orders of the last one."""
     rng = np.random.default_rng(0)
-    side = SchedulerSide(PageTable(num_requests * k * 9, PAGE), block_size=BLOCK, model="m", secret=SECRET)
+    side = scheduler_side(num_requests * k * 9)
     memories = [[fact(rng) for _ in range(k)] for _ in range(num_requests)]
     for segments in memories:
         for segment in segments:
@@ -147,7 +153,7 @@ def running(num: int) -> Any:
 
 
 def idle_times(num_running: int, repeats: int) -> list[float]:
-    side = SchedulerSide(PageTable(100, PAGE), block_size=BLOCK, model="m", secret=SECRET)
+    side = scheduler_side(100)
     output = SimpleNamespace(
         preempted_req_ids=None,
         scheduled_new_reqs=[],

@@ -106,7 +106,7 @@ def test_blocks_stand_first_in_front_and_tail(memory: Memory) -> None:
     best, worst = candidate(memory, "best", 5, "k1"), candidate(memory, "worst", 5, "k2")
     one, two = candidate(memory, "one", 5, "k3"), candidate(memory, "two", 5, None)
     choice = choose([best, worst], tail=1, budget_tokens=100, blocks=[one, two])
-    assert choice == ((one, worst), (two, best), (two,), 0)
+    assert choice == ((one, worst), (two, best), (two,), 0, 0)
     as_text = choose([best], tail=0, budget_tokens=100, needs_residency=False, blocks=[one, two])
     assert as_text.front == (one, two, best)
     small = choose([best, worst], tail=0, budget_tokens=12, blocks=[one])
