@@ -156,6 +156,19 @@ def test_a_full_disk_costs_its_own_copy_only(
     assert worker.answers() == TierAnswers(saved=save.answers())
 
 
+def test_what_is_dropped_from_host_memory_is_overwritten(worker: Worker) -> None:
+    """All of one order."""
+    for key, rows in ((KEY, ROWS), (OTHER, ELSEWHERE)):
+        worker.lower.save([Save(key, rows.tobytes(), 0, ("host",))])
+    worker.lower._writer.submit(lambda: None).result()
+    copies = [worker.lower._host[key].rows for key in (KEY, OTHER)]
+    assert all(bool(rows.any()) for rows in copies)
+    worker.lower.drop([Drop("host", (KEY, OTHER))])
+    worker.lower._writer.submit(lambda: None).result()
+    assert worker.lower._host == {}
+    assert not any(bool(rows.any()) for rows in copies)
+
+
 def test_more_than_the_disk_takes_is_not_kept_waiting(
     worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,6 +179,7 @@ class LowerTiers:
         self._disk_fails = False
         return True
 
+    @torch.inference_mode()  # as the rows were made: others may not write to them
     def _drop(self, drop: Drop) -> None:
         for key in drop.keys:
             if drop.tier == "disk" and self._disk is not None:
