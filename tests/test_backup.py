@@ -99,7 +99,7 @@ _KILLED = """
 import os, signal, sys
 from pathlib import Path
 from inferscale.operations import backup
-backup._sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # when all of it was written
+backup.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)  # when all of it was written
 backup.backup(Path(sys.argv[1]), Path(sys.argv[2]))
 """
 

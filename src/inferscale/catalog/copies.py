@@ -71,3 +71,12 @@ def _damage(connection: sqlite3.Connection) -> str | None:
                 return str(line)
     stray = connection.execute("PRAGMA foreign_key_check").fetchone()
     return None if stray is None else f"a row of {stray[0]} belongs to nothing"
+
+
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

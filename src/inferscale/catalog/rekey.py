@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from inferscale.catalog import drivers
-from inferscale.catalog.copies import check_copy
+from inferscale.catalog.copies import check_copy, sync
 from inferscale.catalog.database import explained
 from inferscale.catalog.migrations import check_version
 from inferscale.encryption import EncryptionKey
@@ -45,7 +45,7 @@ def rekey_catalog(
             except BaseException:
                 draft.unlink(missing_ok=True)
                 raise
-            _sync(path.parent)
+            sync(path.parent)
             _zero(old)
             connection.close()
         finally:
@@ -88,7 +88,7 @@ def _copy(connection: sqlite3.Connection, path: Path, draft: Path, new_key: Encr
         value = int(connection.execute(f"PRAGMA main.{name}").fetchone()[0])
         connection.execute(f"PRAGMA copy.{name} = {value}")
     connection.execute("DETACH DATABASE copy")
-    _sync(draft)
+    sync(draft)
     num_facts = int(connection.execute("SELECT count(*) FROM facts").fetchone()[0])
     if check_copy(draft, new_key) != num_facts:
         raise CatalogError(f"{path} could not be copied whole; nothing was changed. Is it damaged?")
@@ -101,11 +101,3 @@ def _zero(descriptor: int) -> None:
     while left > 0:
         left -= os.write(descriptor, _CHUNK[:left])
     os.fsync(descriptor)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from inferscale.bench.options import FidelityOptions, JudgeOptions, LocomoOptions
 from inferscale.bench.policies import Policy, parse_policies
-from inferscale.cli.bench_options import EngineChoice, engine_options, out_option, read_counts, show
+from inferscale.cli.bench_options import EngineChoice, F, engine_options, out_option, read_counts, show
 from inferscale.cli.engine import start_errors
 from inferscale.cli.options import COUNT, POSITIVE, json_option
 from inferscale.cli.output import say
@@ -19,46 +20,70 @@ from inferscale.errors import InvalidInput
 _FIDELITY = FidelityOptions()
 _LOCOMO = LocomoOptions()
 _KEY_VARIABLE = "INFERSCALE_JUDGE_API_KEY"
+_CATEGORIES = "1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop"
+
+
+def _questions_asked(
+    conversations: str, options: FidelityOptions | LocomoOptions, categories: str
+) -> Callable[[F], F]:
+    """Which questions, behind what, in which ways and how many at once. conversations: by default."""
+    made = (
+        click.option(
+            "--conversation",
+            type=click.Path(exists=True, dir_okay=False, path_type=Path),
+            required=True,
+            help="A LoCoMo file.",
+        ),
+        click.option(
+            "--conversations",
+            default=conversations,
+            show_default=True,
+            help="Which conversations of the file, counted from 1, such as 1-4 or 5,7-10.",
+        ),
+        click.option(
+            "--questions",
+            type=POSITIVE,
+            help="Questions of each conversation, evenly spread over it. Default: all.",
+        ),
+        click.option(
+            "--categories",
+            default=",".join(map(str, options.categories)),
+            show_default=True,
+            help=f"Of questions: {categories}.",
+        ),
+        click.option(
+            "--policies",
+            default=str(Policy.default()),
+            show_default=True,
+            help="What is compared, separated by semicolons: alone (or anchor), window(W), sliding(W,S), "
+            "each with +tailN for the N best facts recomputed.",
+        ),
+        click.option(
+            "--instruction",
+            default=options.instruction,
+            show_default=True,
+            help="Text behind every question; the search does not see it.",
+        ),
+        click.option(
+            "--in-flight",
+            type=POSITIVE,
+            default=options.in_flight,
+            show_default=True,
+            help="Requests that the engine has at once.",
+        ),
+    )
+
+    def apply(command: F) -> F:
+        for option in reversed(made):
+            command = option(command)
+        return command
+
+    return apply
 
 
 @click.command()
-@click.option(
-    "--conversation",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    required=True,
-    help="A LoCoMo file.",
-)
-@click.option(
-    "--conversations",
-    default="1",
-    show_default=True,
-    help="Which conversations of the file, counted from 1, such as 1-4 or 5,7-10.",
-)
-@click.option(
-    "--questions",
-    type=POSITIVE,
-    help="Questions of each conversation, evenly spread over it. Default: all.",
-)
-@click.option(
-    "--categories",
-    default=",".join(map(str, _FIDELITY.categories)),
-    show_default=True,
-    help="Of questions: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop.",
-)
+@_questions_asked("1", _FIDELITY, _CATEGORIES)
 @click.option("--k", type=POSITIVE, default=_FIDELITY.k, show_default=True, help="Facts in every prompt.")
-@click.option(
-    "--policies",
-    default=str(Policy.default()),
-    show_default=True,
-    help="What is compared, separated by semicolons: alone (or anchor), window(W), sliding(W,STRIDE), each "
-    "with +tailN for the N best facts recomputed.",
-)
-@click.option(
-    "--instruction",
-    default=_FIDELITY.instruction,
-    show_default=True,
-    help="Text behind every question; the search does not see it.",
-)
 @click.option(
     "--timed",
     type=COUNT,
@@ -73,13 +98,6 @@ _KEY_VARIABLE = "INFERSCALE_JUDGE_API_KEY"
     default=_FIDELITY.num_checked,
     show_default=True,
     help="Answers of text and of the first policy that transformers computes as well, in float32.",
-)
-@click.option(
-    "--in-flight",
-    type=POSITIVE,
-    default=_FIDELITY.in_flight,
-    show_default=True,
-    help="Requests that the engine has at once.",
 )
 @click.option(
     "--cache",
@@ -125,37 +143,9 @@ def fidelity(
 
 
 @click.command()
-@click.option(
-    "--conversation",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    required=True,
-    help="A LoCoMo file.",
-)
-@click.option(
-    "--conversations",
-    default="1-10",
-    show_default=True,
-    help="Which conversations of the file, counted from 1, such as 5-10 or 5,7-10.",
-)
-@click.option(
-    "--questions",
-    type=POSITIVE,
-    help="Questions of each conversation, evenly spread over it. Default: all.",
-)
-@click.option(
-    "--categories",
-    default=",".join(map(str, _LOCOMO.categories)),
-    show_default=True,
-    help="Of questions: 1 multi-hop, 2 temporal, 3 open-domain, 4 single-hop, 5 adversarial (apart).",
-)
+@_questions_asked("1-10", _LOCOMO, _CATEGORIES + ", 5 adversarial (apart)")
 @click.option(
     "--k", "ks", default=",".join(map(str, _LOCOMO.ks)), show_default=True, help="Numbers of facts."
-)
-@click.option(
-    "--policies",
-    default=str(Policy.default()),
-    show_default=True,
-    help="Ways to inject, separated by semicolons, as of `bench fidelity`.",
 )
 @click.option(
     "--facts",
@@ -163,12 +153,6 @@ def fidelity(
     default=_LOCOMO.facts,
     show_default=True,
     help="What memory holds: turns as they were said, or what the model extracts of them.",
-)
-@click.option(
-    "--instruction",
-    default=_LOCOMO.instruction,
-    show_default=True,
-    help="Text behind every question; the search does not see it.",
 )
 @click.option(
     "--adversarial-note",
@@ -182,13 +166,6 @@ def fidelity(
     default=_LOCOMO.max_tokens,
     show_default=True,
     help="Longest answer.",
-)
-@click.option(
-    "--in-flight",
-    type=POSITIVE,
-    default=_LOCOMO.in_flight,
-    show_default=True,
-    help="Requests that the engine has at once.",
 )
 @click.option("--judge-url", metavar="URL", help="Server with OpenAI's chat completions that judges answers.")
 @click.option("--judge-model", metavar="MODEL", help="Its model.")

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from inferscale.catalog import CATALOG_FILE
-from inferscale.catalog.copies import check_copy, copy_catalog
+from inferscale.catalog.copies import check_copy, copy_catalog, sync
 from inferscale.encryption import WAYS, EncryptionKey
 from inferscale.errors import CatalogError, InvalidInput, WrongKey
 
@@ -72,9 +72,9 @@ def backup(data_dir: Path, target: Path, key: EncryptionKey | None = None) -> Co
             packed = _pack(draft)
             os.link(packed, target)  # unlike a rename it replaces nothing
         else:
-            _sync(draft / CATALOG_FILE)
+            sync(draft / CATALOG_FILE)
             draft.rename(target)
-        _sync(target.parent)
+        sync(target.parent)
     return Copied(target, num_facts, size_bytes)
 
 
@@ -101,9 +101,9 @@ def restore(source: Path, data_dir: Path, key: EncryptionKey | None = None) -> C
                 raise CatalogError(f"{source} is damaged: its checksum is another. Take another backup.")
             _check_key(source, bool(about.get("encrypted")), key)
             num_facts = check_copy(draft, key)
-            _sync(draft)
+            sync(draft)
             os.link(draft, data_dir / CATALOG_FILE)
-            _sync(data_dir)
+            sync(data_dir)
         finally:
             draft.unlink()
     return Copied(data_dir, num_facts, (data_dir / CATALOG_FILE).stat().st_size)
@@ -143,7 +143,7 @@ def _pack(folder: Path) -> Path:
             info.uname = info.gname = ""
             with (folder / name).open("rb") as content:
                 tar.addfile(info, content)
-    _sync(packed)
+    sync(packed)
     return packed
 
 
@@ -192,15 +192,6 @@ def _write_private(path: Path, content: bytes) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    """On the disk, a file or the names in a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager
