@@ -9,7 +9,7 @@ All GPU rows of docs/performance.md, without a network; the folders are those of
 used) and of all-MiniLM-L6-v2:
 
     python benchmarks/reproduce.py --shapes llama-3.1-8b --injection-path fused --questions 40 \\
-        --tokenizer FOLDER --embedder FOLDER --embedder-device cpu,cuda --conversation locomo10.json
+        --tokenizer FOLDER --embedder FOLDER --embedder-device cpu,cuda --conversation locomo10.json --tail 0
 
 One GPU is enough. `ttft`, `throughput` and `encode` share one start of the engine for each shape; each shape
 runs in a process of its own, since an engine gives back its memory only with its process. Rows are
@@ -29,6 +29,8 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+
+from inferscale.config import DEFAULT_TAIL
 
 FOLDER = Path(__file__).parent
 SHAPES = "llama-3.1-8b,mistral-7b-v0.3,qwen2.5-7b,qwen3-14b"
@@ -107,7 +109,7 @@ def command_of(part: str, shape: str, arguments: argparse.Namespace) -> list[str
     if arguments.tokenizer is None:
         return "Left out: it needs --tokenizer."
     command += ["--tokenizer", str(arguments.tokenizer), *conversation, "--k", str(arguments.k)]
-    command += ["--questions", str(arguments.questions)]
+    command += ["--questions", str(arguments.questions), "--tail", arguments.tail]
     return [*command, *embedder, "--embedder-device", arguments.embedder_device]
 
 
@@ -120,10 +122,11 @@ def run_suite(arguments: argparse.Namespace) -> int:
     from inferscale.bench.options import EncodeOptions, RandomTokens, ThroughputOptions, TtftOptions
     from inferscale.bench.suite import SuiteOptions, measure_suite
     from inferscale.cli.bench_options import read_engine_args
+    from inferscale.tail import Tail
     from inferscale.windows import sliding
 
     options = SuiteOptions(
-        TtftOptions(arguments.ks, arguments.questions),
+        TtftOptions(arguments.ks, arguments.questions, Tail.parse(arguments.tail)),
         replace(
             ThroughputOptions(),
             users=arguments.users,
@@ -131,6 +134,7 @@ def run_suite(arguments: argparse.Namespace) -> int:
             output_tokens=arguments.output_tokens,
             rounds=arguments.rounds,
             repeats=arguments.repeats,
+            tail=Tail.parse(arguments.tail),
         ),
         EncodeOptions(arguments.facts),
         RandomTokens(),
@@ -176,6 +180,7 @@ def parse(texts: list[str] | None = None) -> argparse.Namespace:
     add("--ks", default="50,200", help="numbers of facts of ttft and timeline")
     add("--k", type=int, default=50, help="facts of a request everywhere else")
     add("--questions", type=int, default=30, help="of ttft, e2e and timeline, each mode")
+    add("--tail", default=DEFAULT_TAIL, help="facts that are recomputed in ttft, throughput and e2e")
     add("--users", type=int, default=100)
     add("--rounds", type=int, default=2)
     add("--repeats", type=int, default=3)

@@ -44,6 +44,7 @@ def main() -> None:
             "baseline": "mode text of the same run: the same facts in the prompts, prefilled by this server",
             "conversation": conversation.name,
             "over": "HTTP, streamed",
+            "tail": "the server's" if arguments.tail is None else arguments.tail,
         }
         run = BenchRun("serve", model, arguments.out, config)
         if "chat" in arguments.parts:
@@ -61,7 +62,7 @@ def measure_chat(client: Client, conversation: BenchConversation, arguments: Any
         for number, question in enumerate(questions(conversation, arguments.questions)):
             modes = list(times)
             for mode in modes[number % 3 :] + modes[: number % 3]:
-                ttft_ms, use = ask(client, user, [said(question)], mode, arguments.k)
+                ttft_ms, use = ask(client, user, question, mode, arguments)
                 if number >= WARM_UPS:
                     times[mode].append(ttft_ms)
                     tokens[mode] = use.prompt_tokens or 0
@@ -78,16 +79,16 @@ def measure_encoding(client: Client, conversation: BenchConversation, arguments:
     with user_with(client, conversation) as user, ThreadPoolExecutor(1) as pool:
         asked = itertools.cycle(questions(conversation, arguments.questions))
         for _ in range(WARM_UPS):
-            ask(client, user, [said(next(asked))], "inject", arguments.k)
+            ask(client, user, next(asked), "inject", arguments)
         num_idle = arguments.questions
-        idle = [ask(client, user, [said(next(asked))], "inject", arguments.k)[0] for _ in range(num_idle)]
+        idle = [ask(client, user, next(asked), "inject", arguments)[0] for _ in range(num_idle)]
         report(run.add("chat_ttft_idle", "ms", idle, mode="inject", k=arguments.k))
         others = [f"bench-{uuid.uuid4()}" for _ in range(arguments.facts // len(conversation.turns) + 1)]
         busy: list[float] = []
         start_s = time.perf_counter()
         adding = pool.submit(add_facts, arguments, conversation.turns, others)
         while not adding.done() or is_encoding(client):
-            busy.append(ask(client, user, [said(next(asked))], "inject", arguments.k)[0])
+            busy.append(ask(client, user, next(asked), "inject", arguments)[0])
         seconds, added = time.perf_counter() - start_s, adding.result()
         told = {"facts": added, "seconds": round(seconds, 1), "facts_per_s": round(added / seconds, 1)}
         report(run.add("chat_ttft_while_encoding", "ms", busy, mode="inject", k=arguments.k, config=told))
@@ -183,20 +184,28 @@ def said(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
 
 
-def ask(client: Client, user: str, talk: Sequence[Any], mode: Any, k: int) -> tuple[float, Any]:
+def ask(client: Client, user: str, question: str, mode: Any, arguments: Any) -> tuple[float, Any]:
     # A salt of its own for every request: nothing is found in vLLM's prefix cache that memory did not bring.
-    ttft_ms, use, _ = answer(client, user, talk, mode, k, 1, uuid.uuid4().hex)
+    salt, k, tail = uuid.uuid4().hex, arguments.k, arguments.tail
+    ttft_ms, use, _ = answer(client, user, [said(question)], mode, k, 1, salt, tail)
     return ttft_ms, use
 
 
 def answer(
-    client: Client, user: str, talk: Sequence[Any], mode: Any, k: int, max_tokens: int, salt: str
+    client: Client,
+    user: str,
+    talk: Sequence[Any],
+    mode: Any,
+    k: int,
+    max_tokens: int,
+    salt: str,
+    tail: str | None = None,
 ) -> tuple[float, Any, str]:
     """Milliseconds to the first piece of the answer, what memory did, and the answer."""
     extra = {"max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "cache_salt": salt}
     start_s = time.perf_counter()
     first_s: float | None = None
-    stream = client.stream_chat(list(talk), user_id=user, mode=mode, top_k=k, extra=extra)
+    stream = client.stream_chat(list(talk), user_id=user, mode=mode, top_k=k, tail=tail, extra=extra)
     for piece in stream:
         if piece and first_s is None:
             first_s = time.perf_counter()
@@ -230,6 +239,7 @@ def parse(texts: list[str] | None = None) -> argparse.Namespace:
     add("--conversation", type=Path, help="a LoCoMo file; default: the demo's conversation")
     add("--parts", default=",".join(PARTS))
     add("--k", type=int, default=50)
+    add("--tail", help="facts that are recomputed, of single questions; default: the server's")
     add("--questions", type=int, default=30)
     add("--facts", type=int, default=2000, help="that are encoded while chats are measured")
     add("--turns", type=int, default=20, help="of a talk")

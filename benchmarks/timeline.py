@@ -113,7 +113,7 @@ def measure_device(engine: Any, encoding: Any, mode: str, k: int, clock: Clock, 
 def ask(engine: Any, encoding: Any, mode: str, k: int, number: int, clock: Clock) -> None:
     from inferscale.bench.arms import checked_counts, prime_of, request_of
 
-    asked = encoding.workload.ask(0, number, k, 0)
+    asked = encoding.workload.ask(0, number, k)
     engine.reset_prefix_cache()
     if mode == "hit":
         with clock.paused():

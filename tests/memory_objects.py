@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from hypothesis import strategies as st
@@ -20,12 +21,20 @@ _BAD_IDS = st.one_of(
 )
 _COUNTS = st.integers(0, 1000)
 _BAD_COUNTS = ANYTHING.filter(lambda value: type(value) is not int or not 0 <= value <= 1000)
+_TAILS = _COUNTS | st.sampled_from(["0", "5", "10%", "300t", "5,10%", " 1 tokens"])
+_BAD_TAILS = ANYTHING.filter(
+    lambda value: (
+        not re.search(r"\d", value)
+        if isinstance(value, str)
+        else type(value) is not int or not 0 <= value < 10**9
+    )
+)
 _MODES = ("inject", "text", "none")
 _FIELDS = {
     "agent_id": st.none() | _IDS,
     "run_id": st.none() | _IDS,
     "top_k": _COUNTS,
-    "tail": _COUNTS,
+    "tail": _TAILS,
     "mode": st.sampled_from(_MODES),
     "store": st.booleans() | st.just("infer"),
     "filters": st.none()
@@ -36,7 +45,7 @@ _BAD_FIELDS = {
     "agent_id": _BAD_IDS,
     "run_id": _BAD_IDS,
     "top_k": _BAD_COUNTS,
-    "tail": _BAD_COUNTS,
+    "tail": _BAD_TAILS,
     "mode": ANYTHING.filter(lambda value: value not in _MODES),
     "store": ANYTHING.filter(lambda value: not isinstance(value, bool) and value != "infer"),
     "filters": ANYTHING.filter(lambda value: value is not None and not isinstance(value, dict)),

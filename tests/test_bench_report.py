@@ -25,7 +25,7 @@ STORED = Path(__file__).parent.parent / "benchmarks" / "results" / "ttft.jsonl"
 
 
 def ttft_run(run_id: str = "20300101T000000-a", model: str = "m", ms: float = 10.0) -> list[Row]:
-    run = BenchRun("ttft", model, None, id=run_id, commit="abc")
+    run = BenchRun("ttft", model, None, {"tail": "5,10%"}, id=run_id, commit="abc")
     run.add(
         "tokens_per_stored_token", "tokens", [2.16], bench="encode", config={"facts": 24, "policy": "alone"}
     )
@@ -55,6 +55,7 @@ def test_ttft_table() -> None:
     table = ttft_table(ttft_run())
     assert "| 50 | 90 | 510.0 ms | 10.0 ms | 10.0 ms | 10.0 ms | 51.00× (51.00 to 51.00) |" in table
     assert "Encoding 24 facts with alone computed 2.16 tokens per stored token" in table
+    assert "Recomputed in inject: 5,10%." in table
 
 
 def test_a_run_that_was_cut_off_shows_what_it_finished() -> None:
@@ -70,7 +71,7 @@ def test_throughput_table() -> None:
     table = throughput_table(throughput_run())
     assert "| inject | 11.0 | 1,500 | 7.0 ms | 9.0 ms | 1.25 ms | 1.25 ms | 32 |" in table
     assert "8 users at once, 16 requests in steady load, k=50" in table
-    assert "inject/text 6.00× (6.00 to 6.00)" in table
+    assert "inject/text 6.00× (6.00 to 6.00). Recomputed in inject: 0." in table
     with pytest.raises(InvalidInput, match="cut off"):
         throughput_table([])
 

@@ -20,6 +20,7 @@ from inferscale.bench.workload import RandomWorkload, fact_lengths
 from inferscale.errors import InvalidInput
 from inferscale.facts import Turn
 from inferscale.model_size import kv_shape
+from inferscale.tail import Tail
 
 CONVERSATION = BenchConversation(
     "talk",
@@ -71,10 +72,15 @@ def test_no_facts_and_tail() -> None:
     workload = random_workload()
     none = workload.ask(0, 0, 0)
     assert (none.memory, none.rest) == ((), none.none)
-    asked = workload.ask(0, 0, 8, tail=3)
+    asked = workload.ask(0, 0, 8, tail=Tail(3))
     assert len(asked.facts) == 5
-    assert len(asked.rest) >= 32 + 3 * 20
+    assert len(asked.rest) == asked.num_recomputed_tokens + 32 >= 32 + 3 * 20
     assert len(asked.memory) % 16 == 0
+    share = workload.ask(0, 0, 20, tail=Tail(5, share=0.1))
+    total = len(share.memory) - len(share.head) + share.num_recomputed_tokens
+    assert 0 < share.num_recomputed_tokens <= 0.1 * total
+    assert len(share.memory) % 16 == 0
+    assert (workload.ask(0, 0, 8, tail=Tail(8)).facts, workload.ask(0, 0, 8).num_recomputed_tokens) == ((), 0)
     with pytest.raises(InvalidInput, match=r"k=25 was asked for; a user has 24 facts"):
         workload.ask(0, 0, 25)
 
@@ -103,9 +109,14 @@ def test_the_prompt_is_head_facts_and_rest(spoken: SpokenWorkload) -> None:
     assert asked.head == spoken.head
     assert asked.rest == asked.hit_rest
     assert asked.none
-    tail = spoken.ask(0, 0, 4, tail=1)
+    tail = spoken.ask(0, 0, 4, tail=Tail(1))
     assert tail.items == asked.items[:-1]
-    assert len(tail.rest) > len(asked.rest) + len(spoken.facts(0)[3])
+    assert tail.memory + tail.rest == asked.memory + asked.rest, "the prompt is that of text"
+    assert tail.rest == spoken.facts(0)[3] + asked.rest
+    assert tail.num_recomputed_tokens == len(spoken.facts(0)[3])
+    nothing = spoken.ask(0, 0, 4, tail=Tail(9))
+    assert (nothing.items, nothing.facts) == ((), ())
+    assert nothing.memory + nothing.rest == asked.memory + asked.rest
     none = spoken.ask(0, 0, 0)
     assert (none.head, none.facts, none.rest) == ((), (), none.none)
 

@@ -14,6 +14,7 @@ from inferscale.facts import Scope
 from inferscale.filters import read_filter
 from inferscale.memory import Memory
 from inferscale.planner import Candidate, choose
+from inferscale.tail import Tail
 from test_chat_plan import Chats
 
 
@@ -105,13 +106,13 @@ def candidate(memory: Memory, text: str, num_tokens: int, key: str | None) -> Ca
 def test_blocks_stand_first_in_front_and_tail(memory: Memory) -> None:
     best, worst = candidate(memory, "best", 5, "k1"), candidate(memory, "worst", 5, "k2")
     one, two = candidate(memory, "one", 5, "k3"), candidate(memory, "two", 5, None)
-    choice = choose([best, worst], tail=1, budget_tokens=100, blocks=[one, two])
-    assert choice == ((one, worst), (two, best), (two,), 0, 0)
-    as_text = choose([best], tail=0, budget_tokens=100, needs_residency=False, blocks=[one, two])
+    choice = choose([best, worst], tail=Tail(1), budget_tokens=100, blocks=[one, two])
+    assert choice == ((one, worst), (two, best), (two,), 0, 0, (two,))
+    as_text = choose([best], tail=Tail(0), budget_tokens=100, needs_residency=False, blocks=[one, two])
     assert as_text.front == (one, two, best)
-    small = choose([best, worst], tail=0, budget_tokens=12, blocks=[one])
+    small = choose([best, worst], tail=Tail(0), budget_tokens=12, blocks=[one])
     assert (small.front, small.num_left_out) == ((one, best), 1)
-    tiny = choose([best], tail=0, budget_tokens=3, blocks=[one])
+    tiny = choose([best], tail=Tail(0), budget_tokens=3, blocks=[one])
     assert (tiny.front, tiny.num_left_out) == ((), 2)
 
 

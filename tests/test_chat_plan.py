@@ -16,6 +16,7 @@ from inferscale.facts import Scope
 from inferscale.memory import Memory
 from inferscale.plan import Segment, scope_digest, segment_key
 from inferscale.prompt import PromptBuilder
+from inferscale.tail import NO_TAIL, Tail
 from inferscale.windows import WindowPolicy
 from test_conversation import Pool
 from test_prompt import CHATML, said, tokenizer_with, user
@@ -45,7 +46,7 @@ class Chats:
     def prepare(
         self, messages: list[dict[str, Any]], scope: Scope = ANA, top_k: int = 2, **options: Any
     ) -> PreparedChat:
-        settings: dict[str, Any] = {"mode": "inject", "tail": 0, "max_tokens": 16, **options}
+        settings: dict[str, Any] = {"mode": "inject", "tail": NO_TAIL, "max_tokens": 16, **options}
         draft = self.planner.prompts.draft(messages)
         return self.planner.prepare(draft, scope, top_k, **settings)
 
@@ -129,22 +130,69 @@ def test_the_prompt_is_the_same_with_and_without_turns(chats: Chats, memory: Mem
 def test_other_facts_leave_the_turns_as_they_are(chats: Chats) -> None:
     wanted = turns(chats.prepare(TALK))
     assert turns(chats.prepare([*TALK[:-1], user("Who plays the violin?")], top_k=1)) == wanted
-    assert turns(chats.prepare(TALK, tail=1)) == wanted
+    assert turns(chats.prepare(TALK, tail=Tail(1))) == wanted
     assert turns(chats.prepare(TALK[:3])) == wanted[:2]
 
 
 def test_the_best_facts_are_recomputed_where_text_has_them(chats: Chats) -> None:
     question = [user("Where does my sister Ines live?")]
-    whole, prepared = chats.prepare(question), chats.prepare(question, tail=1)
-    assert prepared.prompt == whole.prompt == chats.prepare(question, tail=1, mode="text").prompt
+    whole, prepared = chats.prepare(question), chats.prepare(question, tail=Tail(1))
+    assert prepared.prompt == whole.prompt == chats.prepare(question, tail=Tail(1), mode="text").prompt
     assert segments(prepared) == segments(whole)[:2], "the head and the other fact"
-    assert chats.prepare(question, tail=2).plan is None
-    assert chats.prepare(question, tail=2).prompt == whole.prompt
+    assert chats.prepare(question, tail=Tail(2)).plan is None
+    assert chats.prepare(question, tail=Tail(2)).prompt == whole.prompt
+
+
+def test_the_setting_holds_for_questions_without_earlier_turns(memory: Memory) -> None:
+    """Behind turns the recomputed facts would stand elsewhere than text memory has them."""
+    chats = Chats(memory, keeps_turns=True, tail=Tail(5, share=0.1))
+    chats.encode_facts(Scope())
+    question = [{"role": "system", "content": "Be brief."}, user("Where does my sister Ines live?")]
+    prepared = chats.prepare(question, top_k=3, tail=None)
+    assert prepared.choice.num_recomputed == 1, "a tenth of the tokens is less than a fact: the best one"
+    assert prepared.prompt == chats.prepare(question, top_k=3).prompt
+    assert [segment.kind for segment in segments(prepared)] == ["text", "fact", "fact"]
+    injected = segments(chats.prepare(question, top_k=3, tail=NO_TAIL))
+    assert [segment.kind for segment in injected].count("fact") == 3
+    talk = chats.prepare(TALK, top_k=3, tail=None)
+    assert talk.prompt == chats.prepare(TALK, top_k=3).prompt
+    assert [segment.kind for segment in segments(talk)].count("fact") == 3
+    assert Chats(memory).planner.tail is NO_TAIL
+
+
+def test_why_nothing_is_injected_where_all_facts_are_recomputed(chats: Chats) -> None:
+    question = [user("Where does my sister Ines live?")]
+    assert chats.prepare(question, top_k=1, tail=Tail(1)).reason == "all facts found are recomputed (tail)"
+    assert chats.prepare(TALK, tail=Tail(9)).reason == "all facts found are recomputed (tail)"
+    assert chats.prepare(question, tail=Tail(1)).reason is None
+    assert chats.prepare(question, tail=Tail(9), mode="text").reason is None
+    assert chats.prepare(question, Scope("nobody"), tail=Tail(9)).reason is None
+    chats.pool.keys.clear()
+    assert chats.prepare(question, tail=Tail(1)).reason is None, "one is missing"
+
+
+def test_another_order_is_the_same_as_text_and_injected(memory: Memory) -> None:
+    chats = Chats(memory, keeps_turns=True, order="chronological")
+    chats.encode_facts(Scope())
+    question = [user("Where does my sister Ines live?")]
+    for order, tail in (("chronological", 0), ("chronological", 1), ("session", 1), ("best-last", 1)):
+        told: dict[str, Any] = {"order": order, "tail": Tail(tail), "top_k": 3}
+        injected, text = chats.prepare(question, **told), chats.prepare(question, mode="text", **told)
+        assert injected.prompt == text.prompt
+        assert sum(segment.kind == "fact" for segment in segments(injected)) == 3 - tail
+    said = [candidate.fact.text for candidate in chats.prepare(question, top_k=3).choice.front]
+    assert said == FACTS, "as the planner was told"
+    assert [c.fact.text for c in chats.prepare(question, top_k=3, tail=Tail(1)).choice.front] == [
+        *FACTS[1:],
+        FACTS[0],
+    ]
+    best_last = chats.prepare(question, top_k=3, order="best-last")
+    assert [c.fact.text for c in best_last.choice.front][-1] == FACTS[0]
 
 
 def test_behind_earlier_turns_they_stand_before_the_question(chats: Chats) -> None:
     """In front of the turns they would turn these into text."""
-    prepared = chats.prepare(TALK, tail=1)
+    prepared = chats.prepare(TALK, tail=Tail(1))
     assert [span.fact_id for span in prepared.prompt.tail_spans] == [prepared.hits[0].fact.id]
     assert [segment.kind for segment in segments(prepared)] == ["text", "fact", "turn", "turn", "turn"]
 
@@ -171,7 +219,7 @@ def test_whose_conversation_it_is_makes_the_key(chats: Chats) -> None:
 def test_without_facts_in_front_there_is_no_plan(chats: Chats) -> None:
     """vLLM's own prefix cache finds the turns then."""
     assert chats.prepare(TALK, Scope("nobody")).plan is None
-    assert chats.prepare(TALK, tail=2).plan is None
+    assert chats.prepare(TALK, tail=Tail(2)).plan is None
     assert chats.prepare(TALK, mode="none").plan is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from fakes import WordEmbedder
 from inferscale.cli.app import main
 from inferscale.cli.options import memory_config
 from inferscale.cli.reference import render
-from inferscale.config import ConnectorConfig, MemoryConfig
+from inferscale.config import DEFAULT_TAIL, ConnectorConfig, MemoryConfig
 from inferscale.errors import InvalidInput
 from inferscale.memory import Memory
 from inferscale.models import EMBEDDER, is_present
@@ -170,7 +171,7 @@ def test_bad_input_is_one_clear_error(folder: Path, arguments: list[str], messag
 @pytest.mark.parametrize(
     ("command", "options"),
     [
-        ("demo", {"--questions": 0, "--top-k": -1, "--tail": -1, "--max-model-len": 0, "--pool-size": "x"}),
+        ("demo", {"--questions": 0, "--top-k": -1, "--tail": "x", "--max-model-len": 0, "--pool-size": "x"}),
         ("chat", {"--max-tokens": 0, "--top-k": -1, "--tail": -1, "--pool-size": "0"}),
         ("bench ttft", {"--questions": 0, "--number": 0, "--tail": -1}),
         ("search x", {"--top-k": -1}),
@@ -189,6 +190,10 @@ def test_values_out_of_range_are_refused_before_anything_starts(
 def test_defaults_are_those_of_the_settings() -> None:
     help_text = " ".join(run("chat", "--help").stdout.split())
     assert "a GPU, 1GiB elsewhere. [default: auto]" in help_text
+    assert f"Default: {DEFAULT_TAIL}, and 0 behind earlier turns." in help_text
+    for command in (("serve",), ("bench", "ttft"), ("bench", "throughput"), ("bench", "e2e")):
+        help_text = " ".join(run(*command, "--help").stdout.split())
+        assert re.search(rf"--tail TAIL .* or 0\. \[default: {DEFAULT_TAIL}\]", help_text), command
     assert ConnectorConfig().is_auto_size
     assert ConnectorConfig().size_bytes == 2**30
 

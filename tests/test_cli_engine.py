@@ -20,6 +20,8 @@ from inferscale.errors import EngineMissing, InvalidInput, TextTooLong
 from inferscale.facts import Fact, Scope, SearchHit, Turn
 from inferscale.memory_llm import ChatResult, EncodeProgress
 from inferscale.models import ensure_demo_model, ensure_embedder
+from inferscale.self_check import Verdict
+from inferscale.tail import Tail
 
 HIT = SearchHit(Fact("fact-1", 1, Scope("ana"), "My sister lives in Oslo."), 0.5)
 ANA = ("--user-id", "ana")
@@ -55,6 +57,7 @@ class FakeLLM:
         self.added = 0
         self.engine = SimpleNamespace(reset_prefix_cache=lambda: None, budget=lambda: "Memory of the CPU: …")
         self.memory = FakeMemory()
+        self.verdict = Verdict("exact", is_new=False)
 
     def __enter__(self) -> FakeLLM:
         return self
@@ -136,7 +139,7 @@ def test_one_question(opened: list[FakeLLM]) -> None:
     assert "[inject: TTFT 10 ms, 30 tokens injected, 10 prefilled, 0 missing]" in result.stderr
     (llm,) = opened
     (chat,) = llm.chats
-    wanted = {"user_id": "ana", "top_k": 3, "tail": 1, "max_tokens": 9, "mode": "inject"}
+    wanted = {"user_id": "ana", "top_k": 3, "tail": Tail(1), "max_tokens": 9, "mode": "inject"}
     wanted |= {"filters": {"topic": "home"}}
     assert {name: chat[name] for name in wanted} == wanted
     assert llm.warmed == []
@@ -149,6 +152,7 @@ def test_one_question(opened: list[FakeLLM]) -> None:
 def test_one_question_as_json(opened: list[FakeLLM]) -> None:
     row = json.loads(run("chat", "-", *ANA, "--json", stdin="Where?").stdout)
     assert (row["text"], row["mode"], row["facts"]) == (" answer to 1 ", "inject", ["fact-1"])
+    assert opened[0].chats[0]["tail"] is None, "MemoryLLM knows the default"
     assert "hits" not in row
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import inferscale
 from fake_memory_api import Caller, FakeMemoryApi, served, stream_of
-from inferscale import AsyncClient, Client, Turn
+from inferscale import AsyncClient, Client, Tail, Turn
 from inferscale.client import (
     BadRequest,
     Change,
@@ -203,6 +203,17 @@ def test_a_chat_with_memory(client: Any, api: FakeMemoryApi) -> None:
         "memory": {"user_id": "ana", "top_k": 5, "mode": "text", "tail": 1, "store": True},
         "max_tokens": 4,
     }
+
+
+def test_a_tail_goes_as_a_number_or_as_text(client: Any, api: FakeMemoryApi) -> None:
+    for tail, sent in ((0, 0), ("10%", "10%"), (Tail(5, share=0.1), "5,10%")):
+        client.chat("Hello", user_id="ana", tail=tail)
+        assert api.requests[-1][3]["memory"] == {"user_id": "ana", "tail": sent}
+
+
+def test_an_order_goes_along(client: Any, api: FakeMemoryApi) -> None:
+    client.chat("Hello", user_id="ana", order="session")
+    assert api.requests[-1][3]["memory"] == {"user_id": "ana", "order": "session"}
 
 
 def test_a_chat_without_memory_and_with_a_model_by_name(client: Any, api: FakeMemoryApi) -> None:

@@ -105,6 +105,15 @@ def test_encoding_bounds() -> None:
             EncodingConfig(window=wrong)
         with pytest.raises(InvalidConfig, match=r"stride is .* whole numbers, 1 or more"):
             EncodingConfig(stride=wrong)
+        with pytest.raises(InvalidConfig, match=r"mixed is .* whole numbers, 4 to 512.* 0 turns"):
+            EncodingConfig(mixed=wrong)
+    for size in (-1, 3, 513):
+        with pytest.raises(InvalidConfig, match=rf"mixed is {size}; allowed are 4 to 512\. 0 turns"):
+            EncodingConfig(mixed=size)
+        with pytest.raises(InvalidConfig, match=rf"server\.mixed is {size}"):
+            ServerConfig(mixed=size)
+    assert [EncodingConfig(mixed=size).mixed for size in (0, 4, 512)] == [0, 4, 512]
+    assert ServerConfig(mixed=8).encoding == EncodingConfig(20, 20, 8)
 
 
 def test_unknown_settings_are_named_with_the_known_ones() -> None:
@@ -149,3 +158,10 @@ def test_a_size_that_no_machine_has_is_refused() -> None:
         with pytest.raises(InvalidConfig, match="up to 1 EiB"):
             parse_size(size, "pool_size_bytes")
     assert parse_size("9007199254740993", "pool_size_bytes") == 2**53 + 1, "exactly"
+
+
+@pytest.mark.parametrize("setting", ["auto", "always", "never"])
+def test_self_check_has_three_settings(setting: Any) -> None:
+    assert ConnectorConfig(self_check=setting).self_check == setting
+    with pytest.raises(InvalidConfig, match="self_check is 'yes'; allowed are auto, always, never"):
+        ConnectorConfig(self_check="yes")  # type: ignore[arg-type]

@@ -15,6 +15,8 @@ from inferscale import doctor, models
 from inferscale.catalog import CATALOG_FILE, Catalog
 from inferscale.doctor import Finding, Gpu
 from inferscale.facts import Scope, Turn
+from inferscale.self_check import Verdict
+from inferscale.self_check.remembered import remember
 
 H200 = Gpu("NVIDIA H200", free_mib=140_000, total_mib=143_771)
 
@@ -156,6 +158,16 @@ def test_missing_compiler_is_noted(machine: dict[str, str], monkeypatch: pytest.
     finding = found("C++ compiler")
     assert not finding.ok
     assert not finding.required
+
+
+def test_a_refusal_of_the_self_check_is_noted(machine: dict[str, str], tmp_path: Path) -> None:
+    assert not [finding for finding in doctor.diagnose() if finding.name == "self-check"]
+    remember(tmp_path / "data", "one", Verdict("exact"), {})
+    assert found("self-check").ok
+    remember(tmp_path / "data", "two", Verdict("refused", moved=0.5, allowed=0.15), {})
+    finding = found("self-check")
+    assert (finding.ok, finding.required) == (False, False)
+    assert "2 models and settings were checked, 1 refused. Self-check: injection is refused" in finding.detail
 
 
 def test_data_folder(machine: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

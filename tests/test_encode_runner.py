@@ -114,6 +114,17 @@ def test_everything_is_encoded_and_counted(
     assert runner.encode_new(ANA) == EncodeProgress(0, 0, 0, 0, 0.0)
 
 
+def test_nothing_is_encoded_where_no_use_is_made_of_it(
+    catalog: Catalog, runner: EncodeRunner, engine: FakeEngine
+) -> None:
+    facts = said(catalog, ANA, 3)
+    runner.is_off = True
+    done = [runner.encode_new(ANA), runner.repair(ANA, facts), runner.warm(ANA)]
+    assert done == [EncodeProgress(0, 0, 0, 0, 0.0)] * 3
+    assert engine.run == []
+    assert runner.encoder.keys(fact.id for fact in facts) == {}, "no pass is planned either"
+
+
 def test_several_steps_are_in_flight(catalog: Catalog, runner: EncodeRunner, engine: FakeEngine) -> None:
     said(catalog, ANA, 4)
     runner.encode_new(ANA)

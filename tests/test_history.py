@@ -443,3 +443,28 @@ def test_a_catalog_of_the_first_version_is_migrated(tmp_path: Path) -> None:
     assert catalog.page(ANA, 2).next_cursor is not None
     assert add(catalog, ANA, "more")[0].seq == 6
     catalog.close()
+
+
+def test_passes_of_older_catalogs_have_one_direction(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / CATALOG_FILE, isolation_level=None)) as raw:
+        for statements in MIGRATIONS[:3]:
+            for statement in statements:
+                raw.execute(statement)
+        raw.execute("PRAGMA user_version = 3")
+        raw.execute("INSERT INTO scopes (user_id) VALUES ('ana')")
+        for number in (1, 2):
+            raw.execute(
+                "INSERT INTO facts (seq, id, scope, text, created_at, metadata) VALUES (?, ?, 1, 'x', 1, '{}')",
+                (number, f"id {number}"),
+            )
+        raw.execute("INSERT INTO passes (model, scope, num_window) VALUES ('m', 1, 0)")
+        for number in (1, 2):
+            raw.execute("INSERT INTO pass_facts VALUES (1, ?, ?)", (number - 1, number))
+            raw.execute("INSERT INTO encodings VALUES ('m', ?, ?, 1, ?)", (number, f"k{number}", number - 1))
+    catalog = open_catalog(tmp_path)
+    assert catalog.passes.by_ids([1])[1].directions == 1
+    assert catalog.passes.keys_attending("id 2") == ["k2"], "what stands before a fact has not seen it"
+    both = catalog.passes.record("m", ANA, [], ["id 1", "id 2"], ["m1", "m2"], 2)
+    assert catalog.passes.by_ids([both])[both].directions == 2
+    assert catalog.passes.keys_attending("id 2") == ["k2", "m1", "m2"]
+    catalog.close()

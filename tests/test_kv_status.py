@@ -39,7 +39,8 @@ class FakeClient:
         self._stats = stats
 
     def stats(self) -> Stats:
-        return Stats(facts=7, pending=2, counters=self._stats)
+        verdict = {"state": "exact", "detail": "Self-check: KV can be moved."}
+        return Stats(facts=7, pending=2, counters=self._stats, self_check=verdict)
 
 
 def run(monkeypatch: pytest.MonkeyPatch, stats: dict[str, Any], *arguments: str) -> str:
@@ -69,6 +70,7 @@ def test_what_was_loaded_is_no_hit_of_the_pool() -> None:
 def test_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = run(monkeypatch, STATS).splitlines()
     assert lines[0] == "7 facts, 2 encode passes waiting"
+    assert lines.pop(1) == "Self-check: KV can be moved."
     assert [line.split()[0] for line in lines[1:]] == ["tier", "pool", "host", "cached", "prefilled", "hits:"]
     assert "2.5 ms" in lines[3]
     assert lines[1].split()[-2:] == ["prefetched", "evicted"]
@@ -81,6 +83,7 @@ def test_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_json(monkeypatch: pytest.MonkeyPatch) -> None:
     found = json.loads(run(monkeypatch, STATS, "--json"))
     assert [tier["tier"] for tier in found["tiers"]] == ["pool", "host"]
+    assert found["self_check"]["state"] == "exact"
     assert found["planned_facts"] == {"injected": 50, "cached": 20, "prefilled": 10}
 
 

@@ -33,7 +33,7 @@ def test_a_pass_is_recorded_and_read_back(catalog: Catalog) -> None:
     assert catalog.passes.encodings("other model", facts) == {}
     [(id, recorded)] = catalog.passes.by_ids([pass_id, 10**9]).items()
     assert id == pass_id
-    assert recorded == (pass_id, "m", ANA, tuple(facts), 2, {facts[2]: "k2", facts[3]: "k3"})
+    assert recorded == (pass_id, "m", ANA, tuple(facts), 2, {facts[2]: "k2", facts[3]: "k3"}, 1)
     assert ids(catalog.unencoded("m", ANA)) == facts[:2]
     assert ids(catalog.unencoded("other model", ANA)) == facts
     assert catalog.passes.attended_to("k2") == facts[:3]
@@ -63,6 +63,9 @@ def test_passes_refuse_what_cannot_be_theirs(catalog: Catalog) -> None:
     for window, captured, keys in (([a], [a], ["k"]), ([], [], []), ([], [a, b], ["k"])):
         with pytest.raises(InvalidInput):
             catalog.passes.record("m", ANA, window, captured, keys)
+    for window, directions in (([a], 2), ([], 0), ([], 3)):
+        with pytest.raises(InvalidInput, match=f"{directions} directions and {len(window)} facts"):
+            catalog.passes.record("m", ANA, window, [b], ["k"], directions)
     catalog.delete(a)
     with pytest.raises(UnknownFact, match="forget"):
         catalog.passes.record("m", ANA, [a], [b, c], ["kb", "kc"])
@@ -80,6 +83,52 @@ def test_deleting_truncates_a_pass_or_removes_it(catalog: Catalog) -> None:
     assert catalog.delete(facts[1]).keys == ("k2", "k3")
     assert catalog.passes.by_ids([pass_id]) == {}
     assert catalog.delete(facts[0]).keys == ()
+
+
+def test_a_pass_of_two_directions_is_seen_by_all_its_facts_and_goes_with_any(catalog: Catalog) -> None:
+    facts = ids(add(catalog, ANA, *"abc"))
+    pass_id = catalog.passes.record("m", ANA, [], facts, ["ka", "kb", "kc"], 2)
+    recorded = catalog.passes.by_ids([pass_id])[pass_id]
+    assert (recorded.directions, recorded.num_window, recorded.fact_ids) == (2, 0, tuple(facts))
+    assert catalog.passes.record("m", ANA, [], facts, ["ka", "kb", "kc"], 2) == pass_id
+    assert catalog.passes.attended_to("ka") == catalog.passes.attended_to("kc") == facts
+    for fact in facts:
+        assert catalog.passes.keys_attending(fact) == ["ka", "kb", "kc"]
+    assert catalog.delete(facts[2]).keys == ("ka", "kb", "kc")
+    assert catalog.passes.by_ids([pass_id]) == {}
+    assert ids(catalog.unencoded("m", ANA)) == facts[:2]
+
+
+def test_two_directions_count_more_than_a_newer_one(catalog: Catalog) -> None:
+    a, b, c = ids(facts := add(catalog, ANA, *"abc"))
+    seqs = [fact.seq for fact in facts]
+    catalog.passes.record("m", ANA, [], [a, b], ["a1", "b1"])
+    catalog.passes.record("other", ANA, [], [a, b], ["other a", "other b"])
+    assert ids(catalog.provisional("m", ANA)) == [a, b]
+    assert catalog.passes.superseded_keys("m", ["a1", "b1"]) == []
+    both = catalog.passes.record("m", ANA, [], [a, b], ["a2", "b2"], 2)
+    catalog.passes.record("m", ANA, [a], [b, c], ["b3", "c3"])
+    assert ids(catalog.provisional("m", ANA)) == [c]
+    assert ids(catalog.provisional("other", ANA)) == [a, b]
+    found = catalog.passes.encodings("m", [a, b, c])
+    assert {id: encoding.key for id, encoding in found.items()} == {a: "a2", b: "b2", c: "c3"}
+    assert found[b].pass_id == both
+    assert catalog.recalled(ANA, seqs, "m").keys == {a: "a2", b: "b2", c: "c3"}
+    assert catalog.passes.superseded_keys("m", ["a2"]) == ["a1"]
+    assert catalog.passes.superseded_keys("m", ["a2", "b2"]) == ["a1", "b1", "b3"]
+    assert set(catalog.passes.keys_attending(a)) == {"a1", "b1", "other a", "other b", "a2", "b2", "b3", "c3"}
+
+
+def test_facts_of_one_exact_scope_are_provisional(catalog: Catalog) -> None:
+    run = Scope("ana", run_id="r")
+    [mine], [its] = ids(add(catalog, ANA, "a")), ids(add(catalog, run, "b"))
+    block = catalog.set_block(ANA, "persona", "Be kind.").fact
+    for scope, fact in ((ANA, mine), (run, its), (ANA, block.id)):
+        catalog.passes.record("m", scope, [], [fact], [f"key of {fact}"])
+    assert ids(catalog.provisional("m", ANA)) == [mine, its], "no block"
+    assert ids(catalog.provisional("m", ANA, is_exact=True)) == [mine]
+    assert ids(catalog.provisional("m", run, is_exact=True)) == [its]
+    assert catalog.provisional("m", Scope("bob"), is_exact=True) == []
 
 
 def test_a_key_that_another_owner_holds_is_kept(catalog: Catalog) -> None:
@@ -102,16 +151,21 @@ def test_no_encoding_attends_to_a_deleted_fact(data: st.DataObject) -> None:
         owners = [ANA, Scope("ana", "bot")]
         facts = {scope: ids(add(catalog, scope, *"abcdefg")) for scope in owners}
         seen: dict[str, tuple[str, ...]] = {}  # key → facts it attended to
+        own: dict[str, str] = {}  # key → its fact
         pass_of: dict[int, list[str]] = {}
         for number in range(data.draw(st.integers(1, 5))):
             scope = data.draw(st.sampled_from(owners))
             members = data.draw(st.lists(st.sampled_from(facts[scope]), min_size=1, max_size=6, unique=True))
-            num_window = data.draw(st.integers(0, len(members) - 1))
+            directions = data.draw(st.sampled_from([1, 2]))
+            num_window = data.draw(st.integers(0, len(members) - 1)) if directions == 1 else 0
             keys = [f"{number}-{i}" for i in range(num_window, len(members))]
             model = data.draw(st.sampled_from(["m", "n"]))
-            pass_id = catalog.passes.record(model, scope, members[:num_window], members[num_window:], keys)
+            captured = members[num_window:]
+            pass_id = catalog.passes.record(model, scope, members[:num_window], captured, keys, directions)
             pass_of[pass_id] = keys
-            seen |= {key: tuple(members[: num_window + i + 1]) for i, key in enumerate(keys)}
+            own |= dict(zip(keys, captured, strict=True))
+            ends = [len(members) if directions == 2 else num_window + i + 1 for i in range(len(keys))]
+            seen |= {key: tuple(members[:end]) for key, end in zip(keys, ends, strict=True)}
         everyone = [fact for scope in owners for fact in facts[scope]]
         for victim in data.draw(st.lists(st.sampled_from(everyone), max_size=4, unique=True)):
             expected = {key for key, attended in seen.items() if victim in attended}
@@ -128,7 +182,7 @@ def test_no_encoding_attends_to_a_deleted_fact(data: st.DataObject) -> None:
             stored = {
                 key: fact for p in catalog.passes.by_ids(pass_of).values() for fact, key in p.keys.items()
             }
-            assert stored == {key: attended[-1] for key, attended in seen.items()}
+            assert stored == {key: own[key] for key in seen}
             for key, attended in seen.items():
                 assert tuple(catalog.passes.attended_to(key)) == attended
                 assert set(attended) <= set(everyone)

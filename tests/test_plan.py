@@ -29,6 +29,7 @@ from inferscale.plan import (
 SECRET = b"s" * 32
 IDS = st.integers(-(2**31), 2**31 - 1)
 TEXT = st.text(max_size=8)
+NUMBER = st.integers(0, 99)
 KEY = st.text(st.characters(exclude_characters=",\n", exclude_categories=["Cs"]), max_size=8)
 
 PLANS = st.builds(
@@ -42,7 +43,7 @@ PLANS = st.builds(
         ),
         max_size=4,
     ).map(tuple),
-    captures=st.lists(st.builds(Span, TEXT, st.integers(0, 99), st.integers(0, 99)), max_size=3).map(tuple),
+    captures=st.lists(st.builds(Span, TEXT, NUMBER, NUMBER, NUMBER, NUMBER), max_size=3).map(tuple),
     order=st.none()
     | st.builds(
         Order,
@@ -59,7 +60,7 @@ FULL = Plan(
     scope="s",
     epoch=3,
     segments=(Segment("k1", (1, 2, 3), "text"), Segment("k2", (4,))),
-    captures=(Span("k3", 4, 9),),
+    captures=(Span("k3", 4, 9, part=2),),
     order=Order("forget", ("k4",), (("s", 4),)),
     id="abc",
 )
@@ -139,7 +140,7 @@ def test_another_secret_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    "version", [0, 1, 2, 4, "3", None, [2], 2.5, pytest.param(10**5000, id="huge"), float("nan")]
+    "version", [0, 1, 2, 3, 5, "4", None, [2], 2.5, pytest.param(10**5000, id="huge"), float("nan")]
 )
 def test_other_versions_are_rejected_by_number(version: Any) -> None:
     params = to_wire(FULL, SECRET)
@@ -236,7 +237,7 @@ JSON = st.recursive(
 
 @given(JSON, st.booleans())
 def test_junk_is_rejected_and_never_anything_else(junk: Any, has_version: bool) -> None:
-    for body in (junk, {"v": 3, "sig": junk}, {"v": 3, "sig": "0" * 64, "plan": junk, "ids": junk}):
+    for body in (junk, {"v": 4, "sig": junk}, {"v": 4, "sig": "0" * 64, "plan": junk, "ids": junk}):
         with pytest.raises(PlanRejected):
             from_wire({WIRE_KEY: body}, SECRET)
     from_wire(junk, SECRET)
@@ -246,18 +247,18 @@ HOSTILE: dict[str, Callable[[], Any]] = {
     "long text": lambda: "x" * 10**6,
     "list": lambda: [[]],
     "no signature": lambda: {"v": 3},
-    "signature is null": lambda: {"v": 3, "sig": None},
-    "signature is bytes": lambda: {"v": 3, "sig": b"0"},
-    "signature is not ASCII": lambda: {"v": 3, "sig": "é"},
-    "signature is a lone surrogate": lambda: {"v": 3, "sig": "\ud800"},
-    "set": lambda: {"v": 3, "sig": "0" * 64, "plan": {1, 2}},
-    "NaN": lambda: {"v": 3, "sig": "0" * 64, "plan": float("nan")},
-    "mixed keys": lambda: {"v": 3, "sig": "0" * 64, 1: 2, "a": 3},
-    "lone surrogate": lambda: {"v": 3, "sig": "0" * 64, "plan": "\ud800"},
-    "huge": lambda: {"v": 3, "sig": "0" * 64, "plan": "x" * 10**6},
-    "no hexadecimal": lambda: {"v": 3, "sig": "0" * 64, "plan": "é", "ids": ""},
-    "plan is a list": lambda: {"v": 3, "sig": "0" * 64, "plan": ["AAAA"]},
-    "nested field": lambda: {"v": 3, "sig": "0" * 64, "plan": nested(100_000)},
+    "signature is null": lambda: {"v": 4, "sig": None},
+    "signature is bytes": lambda: {"v": 4, "sig": b"0"},
+    "signature is not ASCII": lambda: {"v": 4, "sig": "é"},
+    "signature is a lone surrogate": lambda: {"v": 4, "sig": "\ud800"},
+    "set": lambda: {"v": 4, "sig": "0" * 64, "plan": {1, 2}},
+    "NaN": lambda: {"v": 4, "sig": "0" * 64, "plan": float("nan")},
+    "mixed keys": lambda: {"v": 4, "sig": "0" * 64, 1: 2, "a": 3},
+    "lone surrogate": lambda: {"v": 4, "sig": "0" * 64, "plan": "\ud800"},
+    "huge": lambda: {"v": 4, "sig": "0" * 64, "plan": "x" * 10**6},
+    "no hexadecimal": lambda: {"v": 4, "sig": "0" * 64, "plan": "é", "ids": ""},
+    "plan is a list": lambda: {"v": 4, "sig": "0" * 64, "plan": ["AAAA"]},
+    "nested field": lambda: {"v": 4, "sig": "0" * 64, "plan": nested(100_000)},
     "nested version": lambda: {"v": nested(100_000)},
 }
 
@@ -278,7 +279,7 @@ def signed(ids: bytes | None = None, raw: bytes | None = None, **fields: Any) ->
         raw = changed(bytes.fromhex(body["plan"]), **fields)
     if ids is None:
         ids = bytes.fromhex(body["ids"])
-    return {WIRE_KEY: {"v": 3, "plan": raw.hex(), "ids": ids.hex(), "sig": _sign(raw, ids, SECRET)}}
+    return {WIRE_KEY: {"v": 4, "plan": raw.hex(), "ids": ids.hex(), "sig": _sign(raw, ids, SECRET)}}
 
 
 @pytest.mark.parametrize(
@@ -295,6 +296,7 @@ def signed(ids: bytes | None = None, raw: bytes | None = None, **fields: Any) ->
         {"ids": b""},
         {"captures": [["k", "a", 1]]},
         {"captures": [["k", 1]]},
+        {"captures": [["k", 0, 1, 0, 0, 0]]},
         {"epoch": "x"},
         {"epoch": None},
         {"order": ["unknown", [], []]},

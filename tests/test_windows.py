@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import groupby, pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -16,10 +17,12 @@ from inferscale.windows import (
     alone,
     attended,
     cost,
+    mixed_groups,
     parse_policy,
     pass_tokens,
     plan_passes,
     sliding,
+    split_group,
     window,
 )
 
@@ -196,23 +199,68 @@ def test_spans_at_odd_lengths() -> None:
         ("window(5)", WindowPolicy(5, 1)),
         ("sliding(20,20)", WindowPolicy(20, 20)),
         (" sliding( 8 , 4 ) ", WindowPolicy(8, 4)),
+        ("mixed(60)", WindowPolicy(20, 20, 60)),
+        ("mixed( 4, 0, 1)", WindowPolicy(0, 1, 4)),
     ],
 )
 def test_policies_are_read_and_written(text: str, policy: WindowPolicy) -> None:
     assert parse_policy(text) == policy
     assert parse_policy(str(policy)) == policy
+    assert str(policy) == text.replace(" ", "")
 
 
 @pytest.mark.parametrize(
     "text",
     [
         *("", "alone()", "alone(1)", "window", "window()", "window(-1)", "window(1,2)", "sliding(20)"),
+        *("mixed", "mixed()", "mixed(0)", "mixed(60,20)", "mixed(60,20,20,1)", "mixed(60,20,0)"),
         *("sliding(2,)", "sliding(20,0)", "sliding(1 2,3)", "sliding(²,1)", "rolling(2,2)", "sliding(20,20"),
     ],
 )
 def test_other_policies_are_refused(text: str) -> None:
     with pytest.raises(InvalidInput, match="window policy is"):
         parse_policy(text)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 400), st.integers(4, 100))
+def test_mixed_groups_are_about_equal_and_hold_each_item_once(num: int, size: int) -> None:
+    groups = mixed_groups([f"fact {number}" for number in range(num)], size)
+    assert sorted(item for group in groups for item in group) == list(range(num))
+    lengths = [len(group) for group in groups]
+    assert max(lengths, default=0) - min(lengths, default=0) <= 1
+    if num >= size / 2:
+        assert len(groups) == max(1, int(num / size + 0.5))
+        assert size / 2 <= min(lengths)
+        assert max(lengths) <= 1.5 * size
+
+
+def test_the_order_of_a_mixed_group_depends_on_the_names_alone() -> None:
+    names = [f"fact {number}" for number in range(60)]
+    [group] = mixed_groups(names, 60)
+    assert list(group) != sorted(group)
+    steps = [abs(b - a) for a, b in pairwise(group)]
+    assert sum(steps) / len(steps) > 15, "neighbours stand far apart: 20 on average by chance"
+    [again] = mixed_groups(names[::-1], 60)
+    assert [names[::-1][item] for item in again] == [names[item] for item in group]
+
+
+def test_the_same_text_said_often_is_spread() -> None:
+    places = [place for group in mixed_groups(["yes"] * 8 + ["no"] * 8, 16) for place in group]
+    assert sorted(places) == list(range(16))
+    assert len(list(groupby(places, lambda place: place < 8))) > 2
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=80), st.integers(50, 300))
+def test_a_group_is_split_into_parts_that_fit(lengths: list[int], room: int) -> None:
+    parts = split_group(lengths, room)
+    assert [item for part in parts for item in part] == list(range(len(lengths)))
+    assert all(sum(lengths[item] for item in part) <= room for part in parts)
+    sizes = [len(part) for part in parts]
+    assert max(sizes, default=0) - min(sizes, default=0) <= 1
+    if sum(lengths) <= room:
+        assert len(parts) == min(1, len(lengths))
 
 
 def test_bad_arguments() -> None:
@@ -222,5 +270,8 @@ def test_bad_arguments() -> None:
         plan([1, 0], alone())
     with pytest.raises(InvalidInput, match="window -1"):
         WindowPolicy(-1, 1)
+    for size in (-1, 3, 513):
+        with pytest.raises(InvalidInput, match=f"mixes {size} facts; allowed are 4 to 512"):
+            WindowPolicy(20, 20, size)
     assert plan([], sliding(20, 20)) == []
     assert plan([4, 4], sliding(20, 20), [False, False]) == []

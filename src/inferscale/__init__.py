@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from inferscale.facts import Fact, Scope, SearchHit, Turn
     from inferscale.memory import Memory
     from inferscale.memory_llm import ChatResult, MemoryLLM
+    from inferscale.tail import Tail
 
 _HOMES = {
     "AsyncClient": "client",
@@ -29,6 +30,7 @@ _HOMES = {
     "MemoryLLM": "memory_llm",
     "Scope": "facts",
     "SearchHit": "facts",
+    "Tail": "tail",
     "Turn": "facts",
 }
 
@@ -45,6 +47,7 @@ __all__ = [
     "MemoryLLM",
     "Scope",
     "SearchHit",
+    "Tail",
     "Turn",
 ]
 

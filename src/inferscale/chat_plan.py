@@ -18,9 +18,11 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from inferscale.catalog import FoundBlocks
+from inferscale.config import DEFAULT_ORDER
 from inferscale.conversation import Conversation, turn_segments
 from inferscale.encoder import Encoder
 from inferscale.errors import TextTooLong, UnknownScope
+from inferscale.fact_order import FactOrder
 from inferscale.facts import Fact, Scope, SearchHit, Turn
 from inferscale.filters import Filter
 from inferscale.memory import Memory
@@ -28,6 +30,7 @@ from inferscale.plan import Plan, Segment, scope_digest
 from inferscale.planner import Candidate, Choice, choose
 from inferscale.prompt import Draft, Prompt
 from inferscale.search import Recall
+from inferscale.tail import NO_TAIL, Tail
 
 Mode = Literal["inject", "text", "none"]
 
@@ -105,14 +108,17 @@ AskResident = Callable[[tuple[int, ...], str, Sequence[str]], Residents]
 NO_RECALL = Recall((), {}, 0, 0.0, 0.0)
 NO_BLOCKS = FoundBlocks((), {}, 0)
 
+_ALL_RECOMPUTED = "all facts found are recomputed (tail)"
+
 
 class _Found(NamedTuple):
-    """What may stand in a prompt: facts, best first, and core blocks."""
+    """What may stand in a prompt: facts, best first, and core blocks. order: in which facts shall stand."""
 
     facts: list[Candidate]
     blocks: list[Candidate]
+    order: FactOrder
 
-    def choose(self, tail: int, budget_tokens: int, needs_residency: bool, in_place: bool) -> Choice:
+    def choose(self, tail: Tail, budget_tokens: int, needs_residency: bool, in_place: bool) -> Choice:
         return choose(
             self.facts,
             tail=tail,
@@ -120,6 +126,7 @@ class _Found(NamedTuple):
             needs_residency=needs_residency,
             in_place=in_place,
             blocks=self.blocks,
+            order=self.order,
         )
 
 
@@ -127,6 +134,9 @@ class ChatPlanner:
     """Prepares chats on one memory for one engine. Safe from several threads as far as `ask_resident` is.
 
     keeps_turns: earlier turns are segments too; for a front end that has them encoded (`conversation`).
+    tail: of questions without earlier turns that do not name one. Where turns follow the facts, what is
+    recomputed stands behind these, in another place than in text memory, so there it has to be asked for.
+    order: of the facts, of chats that do not name one.
     """
 
     def __init__(
@@ -137,12 +147,16 @@ class ChatPlanner:
         ask_resident: AskResident,
         *,
         keeps_turns: bool = False,
+        tail: Tail = NO_TAIL,
+        order: FactOrder = DEFAULT_ORDER,
     ) -> None:
         self.memory = memory
         self.encoder = encoder
         self.prompts = encoder.prompts
         self.max_model_len = max_model_len
         self.keeps_turns = keeps_turns
+        self.tail = tail
+        self.order = order
         self._ask_resident = ask_resident
         self._head_key = lru_cache(maxsize=64)(encoder.head_key)
 
@@ -152,17 +166,20 @@ class ChatPlanner:
         scope: Scope,
         top_k: int,
         mode: Mode,
-        tail: int,
+        tail: Tail | None,
         max_tokens: int,
         caller_salt: str = "",
         within: Filter | None = None,
+        order: FactOrder | None = None,
     ) -> PreparedChat:
         """The scope's core blocks and the `top_k` best of its facts that pass the filter for the draft's
         question, in a prompt that leaves room for an answer of `max_tokens`.
 
-        mode: `inject` plans their injection, `text` has the same text, `none` no facts. An unknown scope has
-        no facts. Raises InvalidInput and TextTooLong.
+        mode: `inject` plans their injection, `text` has the same text, `none` no facts. tail, order: None for
+        the setting. An unknown scope has no facts. Raises InvalidInput and TextTooLong.
         """
+        if tail is None:
+            tail = NO_TAIL if draft.follows_turns else self.tail
         start_s = time.perf_counter()
         recall, blocks = NO_RECALL, NO_BLOCKS
         if mode != "none":
@@ -177,11 +194,15 @@ class ChatPlanner:
         found = _Found(
             [self._candidate(hit.fact, recall.keys, residents.keys) for hit in recall.hits],
             [self._candidate(block, blocks.keys, residents.keys) for block in blocks.blocks],
+            order or self.order,
         )
         choice, prompt = self._fitted(draft, found, tail, max_tokens, needs_residency=mode == "inject")
         plan = None
         if mode == "inject" and choice.injected:
             plan = self._plan(scope, recall.epoch, choice, prompt, caller_salt)
+        reason = residents.reason
+        if mode == "inject" and plan is None and (choice.front or choice.tail) and not choice.missing:
+            reason = reason or _ALL_RECOMPUTED
         timings = ChatTimings(recall.embed_ms, recall.search_ms, residency_ms)
         prompt_ms = (time.perf_counter() - start_s) * 1e3 - timings.front_ms
         return PreparedChat(
@@ -190,7 +211,7 @@ class ChatPlanner:
             recall.hits,
             plan,
             recall.epoch,
-            residents.reason,
+            reason,
             timings._replace(prompt_ms=prompt_ms),
             blocks.blocks,
         )
@@ -239,7 +260,7 @@ class ChatPlanner:
         self,
         draft: Draft,
         found: _Found,
-        tail: int,
+        tail: Tail,
         max_tokens: int,
         *,
         needs_residency: bool,

@@ -15,16 +15,24 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_args
 
-from inferscale.errors import InvalidConfig
+from inferscale.errors import InvalidConfig, InvalidInput
+from inferscale.fact_order import FactOrder, parse_order
+from inferscale.tail import Tail
 
 _C = TypeVar("_C")
 
 TierWait = Literal["auto", "always", "never"]
 PoolDtype = Literal["auto", "int8", "fp8"]
 InjectionPath = Literal["auto", "fused", "portable"]
+SelfCheck = Literal["auto", "always", "never"]
 
 AUTO = "auto"
 DEFAULT_POOL_BYTES = 2**30
+DEFAULT_TAIL = "5,10%"
+"""Of a question without earlier turns (`tail`)."""
+DEFAULT_ORDER: FactOrder = "best-last"
+MIN_MIXED, MAX_MIXED = 4, 512
+"""Facts of a mixed pass (`EncodingConfig.mixed`)."""
 KV_FOLDER = "kv"
 """Of a data folder: copies of KV on disk."""
 MAX_BYTES = 2**60
@@ -55,6 +63,14 @@ def _check_int(value: object, name: str, lowest: int, highest: int | None = None
         raise InvalidConfig(f"{name} is {value!r}; allowed are whole numbers, {allowed}, without quotes.")
     if value < lowest or (highest is not None and value > highest):
         raise InvalidConfig(f"{name} is {value}; allowed are {allowed}.")
+
+
+def _check_mixed(value: object, name: str) -> None:
+    if value != 0 or isinstance(value, bool):
+        try:
+            _check_int(value, name, MIN_MIXED, MAX_MIXED)
+        except InvalidConfig as error:
+            raise InvalidConfig(f"{error} 0 turns mixed passes off.") from None
 
 
 def _check_number(value: object, name: str, lowest: float, highest: float) -> None:
@@ -124,6 +140,9 @@ class ConnectorConfig:
     anywhere; `auto`: fused where it can run and gives the same."""
     compile_injection: bool = True
     """Compile the rotation of the portable injection path with torch.compile where that works."""
+    self_check: SelfCheck = "auto"
+    """Whether the front end asks the engine, before any fact is encoded, if moved KV says what text says
+    (`self_check`); where it does not, nothing is injected. `auto`: at the first start with a model."""
     server: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the server's memory (`ServerConfig`), which the connector passes over: vLLM hands them to
     both, since a middleware gets no arguments of its own."""
@@ -155,7 +174,12 @@ class ConnectorConfig:
                 f"runtime_dir is {self.runtime_dir!r}; allowed is the path of a folder as a string. Leave it "
                 "out for the default."
             )
-        choices = {"injection_path": InjectionPath, "pool_dtype": PoolDtype, "tier_wait": TierWait}
+        choices = {
+            "injection_path": InjectionPath,
+            "pool_dtype": PoolDtype,
+            "tier_wait": TierWait,
+            "self_check": SelfCheck,
+        }
         for name, choice in choices.items():
             if getattr(self, name) not in get_args(choice):
                 allowed = ", ".join(get_args(choice))
@@ -209,10 +233,14 @@ class EncodingConfig:
     """Facts placed before the captured ones in an encode pass; they are computed and thrown away."""
     stride: int = 20
     """Facts captured by one pass over a run of neighbours."""
+    mixed: int = 60
+    """About so many facts of a scope are encoded together, in both directions and in an order of no meaning,
+    once there are so many (`windows`); `window` and `stride` are for fewer. 0: they are for all."""
 
     def __post_init__(self) -> None:
         _check_int(self.window, "window", 0)
         _check_int(self.stride, "stride", 1)
+        _check_mixed(self.mixed, "mixed")
 
 
 @dataclass(frozen=True)
@@ -318,8 +346,15 @@ class ServerConfig:
     embedder_device: str = AUTO
     window: int = 20
     stride: int = 20
+    mixed: int = 60
+    """As in `EncodingConfig`."""
     top_k: int = 50
     """Facts of a chat that does not say how many."""
+    tail: int | str = DEFAULT_TAIL
+    """Best facts that are recomputed instead of injected (`tail`), of a chat that does not say how many, and
+    in which nothing was said before the question."""
+    order: FactOrder = DEFAULT_ORDER
+    """Of the facts in the prompt (`fact_order`), of a chat that does not name one."""
     use_user_field: bool = False
     """Chats without a `memory` object use the memory of their `user` field."""
     keys_file: str | None = None
@@ -348,7 +383,13 @@ class ServerConfig:
         from_mapping(RetrievalConfig, self.retrieval, "server.retrieval")
         _check_int(self.window, "server.window", 0)
         _check_int(self.stride, "server.stride", 1)
+        _check_mixed(self.mixed, "server.mixed")
         _check_int(self.top_k, "server.top_k", 0)
+        try:
+            Tail.parse(self.tail, "server.tail")
+            parse_order(self.order, "server.order")
+        except InvalidInput as error:
+            raise InvalidConfig(str(error)) from error
         for name in ("data_dir", "embedder", "keys_file", "reranker", "encryption_key_file"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
@@ -378,7 +419,7 @@ class ServerConfig:
 
     @property
     def encoding(self) -> EncodingConfig:
-        return EncodingConfig(self.window, self.stride)
+        return EncodingConfig(self.window, self.stride, self.mixed)
 
 
 def read_tenants(path: str | None) -> dict[str, str]:

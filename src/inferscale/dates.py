@@ -35,6 +35,7 @@ def read_time(text: str | None) -> float | None:
     return None if moment is None else moment.timestamp()
 
 
+@lru_cache(maxsize=4096)
 def read_date(text: str | None) -> date | None:
     """The day that a text names, in the time zone that it names; None where `read_time` reads none."""
     moment = _read(text)

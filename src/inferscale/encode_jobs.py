@@ -99,25 +99,36 @@ class JobChooser:
         )
         return [job]
 
+    def superseded(self, jobs: Iterable[EncodeJob]) -> list[str]:
+        """Keys in the pool that nobody asks for any more, since mixed passes among these jobs have new ones.
+        Raises EngineError where the engine does not answer."""
+        keys = [span.key for job in jobs for span in job.captures if span.part == 2]
+        if not keys:
+            return []
+        old = self.encoder.catalog.passes.superseded_keys(self.encoder.encodings_of, keys)
+        there = self.resident(old) if old else set()
+        return [key for key in old if key in there]
+
     def _rebuilds(self, fact_ids: Iterable[str], jobs: Sequence[EncodeJob]) -> list[EncodeJob]:
         planned = {span.key for job in jobs for span in job.captures}
         keys = self.encoder.keys(fact_ids)
         return self.encoder.rebuild_jobs(id for id, key in keys.items() if key not in planned)
 
     def _fitting(self, jobs: list[EncodeJob]) -> list[EncodeJob]:
-        """The newest jobs that fit into the pool's free pages, in their order."""
+        """The newest jobs that fit into the pool's free pages, in their order; of a mixed pass both."""
         stats = self._residency.stats()
         pages, size = stats["free_pages"], stats["page_size_tokens"]
         there = self.resident(list({span.key for job in jobs for span in job.captures}))
-        kept = []
-        for job in reversed(jobs):
-            new = {span.key: span.end - span.start for span in job.captures if span.key not in there}
+        kept: list[tuple[EncodeJob, ...]] = []
+        for together in reversed(in_pairs(jobs)):
+            spans = (span for job in together for span in job.captures)
+            new = {span.key: span.end - span.start for span in spans if span.key not in there}
             pages -= sum(-(-num_tokens // size) for num_tokens in new.values())
             there.update(new)
             if pages < 0:
                 break
-            kept.append(job)
-        return kept[::-1]
+            kept.append(together)
+        return [job for together in reversed(kept) for job in together]
 
 
 class TurnBook:
@@ -170,10 +181,21 @@ class TurnBook:
 def without_repetitions(jobs: Iterable[EncodeJob]) -> list[EncodeJob]:
     """Jobs without those all of whose spans earlier ones capture, as where a fact is asked for twice."""
     kept: list[EncodeJob] = []
-    captured: set[str] = set()
+    captured: set[tuple[str, int]] = set()
     for job in jobs:
-        keys = [span.key for span in job.captures]
-        if not captured.issuperset(keys):
+        spans = [(span.key, span.part) for span in job.captures]
+        if not captured.issuperset(spans):
             kept.append(job)
-            captured.update(keys)
+            captured.update(spans)
     return kept
+
+
+def in_pairs(jobs: Iterable[EncodeJob]) -> list[tuple[EncodeJob, ...]]:
+    """The two jobs of a mixed pass together, the second behind the first; each other job by itself."""
+    pairs: list[tuple[EncodeJob, ...]] = []
+    for job in jobs:
+        if job.part == 2 and pairs and len(pairs[-1]) == 1 and pairs[-1][0].part == 1:
+            pairs[-1] += (job,)
+        else:
+            pairs.append((job,))
+    return pairs

@@ -4,8 +4,9 @@ KV is a cache of the text: a job that fails costs time later, never the caller's
 so failures are logged and counted here and do not come out as errors.
 
 Jobs run as one stream: several are always in flight, so that the engine's steps are full, and the next
-is submitted as one finishes. Their order does not matter: each pass computes its own window and captures
-its own spans, under keys that say what they have seen.
+is submitted as one finishes. Their order does not matter, but that of the two jobs of a mixed pass, which
+stand one behind the other: each pass computes its own window and captures its own spans, under keys that say
+what they have seen.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from inferscale.encode_jobs import JobChooser, without_repetitions
 from inferscale.encoder import EncodeJob, Encoder
 from inferscale.facts import Fact, Scope
 from inferscale.offline import Generation, GenerationRequest, OfflineEngine
+from inferscale.plan import Order
 
 logger = logging.getLogger(__name__)
 
@@ -58,35 +60,47 @@ class EncodeProgress(NamedTuple):
 
 
 Progress = Callable[[EncodeProgress], None]
+_NOTHING = EncodeProgress(0, 0, 0, 0, 0.0)
 
 
 class EncodeRunner:
-    """Jobs of one encoder on one engine. Not thread-safe; `MemoryLLM` holds its lock."""
+    """Jobs of one encoder on one engine. Not thread-safe; `MemoryLLM` holds its lock.
+
+    is_off: nothing is encoded, since no use is made of it.
+    """
 
     def __init__(self, engine: OfflineEngine, encoder: Encoder) -> None:
         self.engine = engine
         self.encoder = encoder
         self.jobs = JobChooser(encoder, engine.residency)
+        self.is_off = False
 
     def encode_new(
         self, scope: Scope, progress: Progress | None = None, only: Set[str] | None = None
     ) -> EncodeProgress:
         """Encode what was never encoded in this scope. only: of these facts and those said right behind."""
+        if self.is_off:
+            return _NOTHING
         return self.run(self.encoder.new_jobs(scope, only, with_followers=only is not None), progress)
 
     def repair(self, scope: Scope, missing: Sequence[Fact]) -> EncodeProgress:
         """Run the passes that hold the missing facts, new ones where a fact was never encoded."""
+        if self.is_off:
+            return _NOTHING
         return self.run(self.jobs.for_repair(scope, {fact.id for fact in missing}))
 
     def warm(self, scope: Scope, progress: Progress | None = None) -> EncodeProgress:
         """Encode every fact of the scope that is not resident, as far as the pool has free pages."""
+        if self.is_off:
+            return _NOTHING
         return self.run(self.jobs.to_warm(scope), progress)
 
     def run(self, jobs: Sequence[EncodeJob], progress: Progress | None = None) -> EncodeProgress:
         """Run jobs; `progress` is called as they finish, at most every half second, and at the end.
 
         A job all of whose spans earlier ones capture, as where two scopes hold the same
-        conversation, is left out. An error of the engine comes out; what was captured before stays.
+        conversation, is left out. What mixed passes replace leaves the pool at the end. An error of the
+        engine comes out; what was captured before stays.
         """
         jobs = without_repetitions(jobs)
         start_s = told_s = time.perf_counter()
@@ -118,6 +132,8 @@ class EncodeRunner:
                 state.num_failed,
                 sum(len(job.captures) for job in jobs),
             )
+        if superseded := self.jobs.superseded(sent):
+            self.engine.order(Order("forget", tuple(superseded)))
         return state
 
     def _requests(self, jobs: Iterable[EncodeJob], sent: list[EncodeJob]) -> Iterator[GenerationRequest]:

@@ -4,22 +4,38 @@ A job is one engine request: anchor, window and facts as token ids, and the span
 pass of a fact is recorded before it runs, so that its KV can be rebuilt in the same way after a
 restart or an eviction, and so that a deletion knows every key that attended to the fact. Knows
 nothing of vLLM: `MemoryLLM` (and the server) run the jobs.
+
+With `mixed` in the policy (`windows`), a scope's facts are encoded so:
+
+    at least mixed / 2 new facts     in mixed passes, with all that have been in sliding passes only
+    fewer                            in sliding passes: a chat's turn stays cheap
+    until those and the new ones     then all of them in mixed passes, which replace the sliding ones
+    are `mixed`
+
+A mixed pass is one pass in the catalog and two jobs with the same keys, one right behind the other: the
+first captures part 1 of each fact, the second, in the other order, part 2.
 """
 
 from __future__ import annotations
 
 import time
-from array import array
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from itertools import groupby, islice
 from typing import NamedTuple
 
 from inferscale.catalog import Catalog, NewPass
 from inferscale.catalog import EncodePass as RecordedPass
+from inferscale.config import MIN_MIXED
 from inferscale.facts import Fact, Scope
+from inferscale.pass_runs import pass_runs
 from inferscale.plan import Plan, Segment, Span, scope_digest, segment_key
 from inferscale.prompt import PromptBuilder
-from inferscale.windows import EncodePass, WindowPolicy, pass_tokens, plan_passes
+from inferscale.windows import (
+    WindowPolicy,
+    mixed_groups,
+    plan_passes,
+    split_group,
+)
 
 _PASSES_AT_ONCE = 64
 """Passes that are read or stored in one transaction of the catalog: each costs a write to the disk."""
@@ -60,14 +76,23 @@ class EncodeJob(NamedTuple):
         return parts or [self]
 
     @property
+    def part(self) -> int:
+        """1 and 2 of the two jobs of a mixed pass, 0 of others."""
+        return max((span.part for span in self.captures), default=0)
+
+    @property
     def num_fact_tokens(self) -> int:
-        """Tokens of the captured facts; a system text at the start is not one."""
-        return sum(span.end - span.start for span in self.captures if span.start > 0) if self.of_facts else 0
+        """Tokens of the facts that can be used once it has run; a system text at the start is not one."""
+        return sum(span.end - span.start for span in self._stored)
 
     @property
     def num_facts(self) -> int:
-        """Captured facts."""
-        return sum(span.start > 0 for span in self.captures) if self.of_facts else 0
+        """Facts that can be used once it has run."""
+        return len(self._stored)
+
+    @property
+    def _stored(self) -> list[Span]:
+        return [span for span in self.captures if span.start > 0 and span.part != 1] if self.of_facts else []
 
 
 class Encoder:
@@ -105,26 +130,61 @@ class Encoder:
     def new_jobs(
         self, filter: Scope, only: Set[str] | None = None, *, with_followers: bool = False
     ) -> list[EncodeJob]:
-        """Plan and record passes for the facts under `filter` that were never encoded for this model.
+        """Plan and record passes for the facts under `filter` that were never encoded for this model; mixed
+        ones also for those that were encoded in sliding passes only.
 
         only: ids of facts; passes that capture none of them are neither recorded nor returned. After a change
         of model or format no fact of a scope is encoded, and what one call plans stays small all the same.
         with_followers: also for the facts said right behind them, whose KV is gone where it had seen one of
         them.
         """
+        jobs: list[EncodeJob] = []
+        for scope, found, provisional in self._lacking(filter, only):
+            facts = [fact for fact in found if fact.block is None]
+            if groups := self._groups(facts, provisional):
+                jobs.extend(self._plan_groups(scope, groups, {fact.id for fact in facts}, only))
+            else:
+                runs = [facts] if only is None else self._runs(facts, only, with_followers)
+                for run in runs:
+                    if run:
+                        jobs.extend(self._plan_scope(scope, run, None if with_followers else only))
+            jobs.extend(self._plan_blocks(scope, [fact for fact in found if fact.block is not None], only))
+        return jobs
+
+    def _lacking(
+        self, filter: Scope, only: Set[str] | None
+    ) -> Iterator[tuple[Scope, list[Fact], list[Fact]]]:
+        """By exact scope: its facts without KV, and those that were encoded in sliding passes only."""
         unencoded = self.catalog.unencoded(self.encodings_of, filter)
         if only is not None and only.isdisjoint(fact.id for fact in unencoded):
+            return
+        found = {
+            scope: list(facts) for scope, facts in groupby(sorted(unencoded, key=_scope_order), _scope_of)
+        }
+        if only is not None:
+            for scope, facts in found.items():
+                if not only.isdisjoint(fact.id for fact in facts):
+                    yield scope, facts, self._provisional(scope, is_exact=True)
+            return
+        provisional = self._provisional(filter)
+        encoded = {scope: list(facts) for scope, facts in groupby(provisional, _scope_of)}
+        for scope in dict.fromkeys([*found, *encoded]):
+            yield scope, found.get(scope, []), encoded.get(scope, [])
+
+    def _provisional(self, filter: Scope, *, is_exact: bool = False) -> list[Fact]:
+        if not self.policy.mixed:
             return []
-        jobs: list[EncodeJob] = []
-        for scope, found in groupby(sorted(unencoded, key=_scope_order), key=lambda fact: fact.scope):
-            listed = list(found)
-            facts = [fact for fact in listed if fact.block is None]
-            runs = [facts] if only is None else self._runs(facts, only, with_followers)
-            for run in runs:
-                if run:
-                    jobs.extend(self._plan_scope(scope, run, None if with_followers else only))
-            jobs.extend(self._plan_blocks(scope, [fact for fact in listed if fact.block is not None], only))
-        return jobs
+        facts = self.catalog.provisional(self.encodings_of, filter, is_exact=is_exact)
+        return sorted(facts, key=_scope_order)
+
+    def _groups(self, new: Sequence[Fact], provisional: Sequence[Fact]) -> list[list[Fact]]:
+        """Facts of a scope for mixed passes; none where they are too few."""
+        size = self.policy.mixed
+        facts = sorted([*new, *provisional], key=_scope_order)
+        if not size or (2 * len(new) < size and len(facts) < size):
+            return []
+        names = ["\0".join((fact.speaker or "", fact.said_at or "", fact.text)) for fact in facts]
+        return [[facts[item] for item in group] for group in mixed_groups(names, size)]
 
     def _runs(self, facts: Sequence[Fact], wanted: Set[str], with_followers: bool) -> list[list[Fact]]:
         """Of facts without KV, in the order they were said: as many as one pass captures around each that is
@@ -140,6 +200,36 @@ class Encoder:
             runs[-1] += facts[place * stride : (place + 1) * stride]
         return runs
 
+    def _plan_groups(
+        self, scope: Scope, groups: Iterable[Sequence[Fact]], new: Set[str], only: Set[str] | None
+    ) -> list[EncodeJob]:
+        """new: ids of the facts without KV. Where long texts leave few of a group for one pass, it is a
+        sliding one."""
+        epoch = self.catalog.epoch(scope)
+        room = self.max_tokens - len(self.prompts.anchor_ids)
+        planned: list[_Planned] = []
+        few: list[Fact] = []
+        for group in groups:
+            if only is not None and only.isdisjoint(fact.id for fact in group):
+                continue
+            # Read again: what they say has to be of that epoch or later.
+            read = [
+                (fact, ids)
+                for fact in self.catalog.facts_by_ids(fact.id for fact in group)
+                if len(ids := self.prompts.fact_ids(fact)) <= room
+            ]
+            for part in split_group([len(ids) for _, ids in read], room):
+                chosen = read[part.start : part.stop]
+                if only is not None and only.isdisjoint(fact.id for fact, _ in chosen):
+                    continue
+                if len(chosen) < MIN_MIXED:
+                    few += [fact for fact, _ in chosen if fact.id in new]
+                    continue
+                jobs = self._jobs(scope, [ids for _, ids in chosen], 0, epoch, directions=2)
+                planned.append(_Planned(jobs, _new_pass(jobs, [fact.id for fact, _ in chosen], 0)))
+        jobs = self._recorded(scope, planned)
+        return jobs + (self._plan_scope(scope, sorted(few, key=_scope_order), only) if few else [])
+
     def _plan_blocks(self, scope: Scope, blocks: Sequence[Fact], only: Set[str] | None) -> list[EncodeJob]:
         """Each core block alone behind the anchor, so that nothing else has seen it when it changes."""
         epoch = self.catalog.epoch(scope)
@@ -149,8 +239,8 @@ class Encoder:
         for block in self.catalog.facts_by_ids(block.id for block in blocks):
             ids = self.prompts.fact_ids(block)
             if (only is None or block.id in only) and len(ids) <= room:
-                job = self._job(scope, [ids], 0, epoch)
-                planned.append((job, _new_pass(job, [block.id], 0)))
+                jobs = self._jobs(scope, [ids], 0, epoch)
+                planned.append(_Planned(jobs, _new_pass(jobs, [block.id], 0)))
         return self._recorded(scope, planned)
 
     def _plan_scope(self, scope: Scope, needed: list[Fact], only: Set[str] | None) -> list[EncodeJob]:
@@ -169,15 +259,15 @@ class Encoder:
             anchor_tokens=len(self.prompts.anchor_ids),
             max_tokens=self.max_tokens,
         )
-        planned: list[tuple[EncodeJob, NewPass]] = []
+        planned: list[_Planned] = []
         for encode_pass in passes:
             # What stands between captured facts is captured too: its KV is computed anyway.
             num_window = len(encode_pass.window)
             fact_ids = [items[index].id for index in encode_pass.items]
             if only is not None and only.isdisjoint(fact_ids[num_window:]):
                 continue
-            job = self._job(scope, [items_ids[index] for index in encode_pass.items], num_window, epoch)
-            planned.append((job, _new_pass(job, fact_ids, num_window)))
+            jobs = self._jobs(scope, [items_ids[index] for index in encode_pass.items], num_window, epoch)
+            planned.append(_Planned(jobs, _new_pass(jobs, fact_ids, num_window)))
         return self._recorded(scope, planned)
 
     def _between(self, scope: Scope, first: int, last: int) -> list[Fact]:
@@ -189,19 +279,20 @@ class Encoder:
             after = chunk[-1].seq
         return found
 
-    def _recorded(self, scope: Scope, planned: Sequence[tuple[EncodeJob, NewPass]]) -> list[EncodeJob]:
+    def _recorded(self, scope: Scope, planned: Sequence[_Planned]) -> list[EncodeJob]:
         """Store passes; none where a fact was deleted or reworded meanwhile: they must not run."""
         jobs: list[EncodeJob] = []
         for start in range(0, len(planned), _PASSES_AT_ONCE):
             chunk = planned[start : start + _PASSES_AT_ONCE]
             # None is recorded once the scope's epoch has risen: the text may be another by now.
-            new_passes, epoch = [new for _, new in chunk], chunk[0][0].epoch
+            new_passes, epoch = [one.new for one in chunk], chunk[0].jobs[0].epoch
             pass_ids = self.catalog.passes.record_all(self.encodings_of, scope, new_passes, epoch)
-            jobs += [job for (job, _), pass_id in zip(chunk, pass_ids, strict=True) if pass_id is not None]
+            for one, pass_id in zip(chunk, pass_ids, strict=True):
+                jobs += one.jobs if pass_id is not None else []
         return jobs
 
     def rebuild_jobs(self, fact_ids: Iterable[str]) -> list[EncodeJob]:
-        """The recorded passes that these facts' KV comes from; one job a pass, however many of its facts."""
+        """The recorded passes that these facts' KV comes from, each once, however many of its facts."""
         encodings = self.catalog.passes.encodings(self.encodings_of, fact_ids)
         pass_ids = iter(dict.fromkeys(encoding.pass_id for encoding in encodings.values()))
         jobs: list[EncodeJob] = []
@@ -210,42 +301,46 @@ class Encoder:
             epochs = {scope: self.catalog.epoch(scope) for scope in {recorded.scope for recorded in passes}}
             needed = dict.fromkeys(fact_id for recorded in passes for fact_id in recorded.fact_ids)
             facts = {fact.id: fact for fact in self.catalog.facts_by_ids(needed)}
-            rebuilt = (self._rebuild_job(recorded, facts, epochs[recorded.scope]) for recorded in passes)
-            jobs += filter(None, rebuilt)
+            for recorded in passes:
+                jobs += self._rebuild_pass(recorded, facts, epochs[recorded.scope])
         return jobs
 
-    def _rebuild_job(self, recorded: RecordedPass, facts: Mapping[str, Fact], epoch: int) -> EncodeJob | None:
-        """The job of a recorded pass; None where a fact of it is gone, and the pass with it or its end.
+    def _rebuild_pass(
+        self, recorded: RecordedPass, facts: Mapping[str, Fact], epoch: int
+    ) -> Sequence[EncodeJob]:
+        """The jobs of a recorded pass; none where a fact of it is gone, and the pass with it or its end.
 
         What has expired is gone: its purge takes the pass, and the others of it are then planned anew.
         """
         now = time.time()
         if any(fact_id not in facts or facts[fact_id].has_expired(now) for fact_id in recorded.fact_ids):
-            return None
+            return []
         items_ids = [self.prompts.fact_ids(facts[fact_id]) for fact_id in recorded.fact_ids]
-        job = self._job(recorded.scope, items_ids, recorded.num_window, epoch)
-        keys = [recorded.keys.get(fact_id) for fact_id in recorded.fact_ids[recorded.num_window :]]
-        if keys == [span.key for span in job.captures[1:]]:
-            return job
+        jobs = self._jobs(recorded.scope, items_ids, recorded.num_window, epoch, recorded.directions)
+        new = _new_pass(jobs, recorded.fact_ids, recorded.num_window)
+        if list(new.keys) == [recorded.keys.get(fact_id) for fact_id in new.captured_ids]:
+            return jobs
         # Other keys mean that facts are rendered or tokenized in another way since: file it anew.
-        new = _new_pass(job, recorded.fact_ids, recorded.num_window)
-        return next(iter(self._recorded(recorded.scope, [(job, new)])), None)
+        return self._recorded(recorded.scope, [_Planned(jobs, new)])
 
-    def _job(
-        self, scope: Scope, items_ids: Sequence[Sequence[int]], num_window: int, epoch: int
-    ) -> EncodeJob:
-        """Anchor and facts as ids; the anchor is captured as well, it opens every prompt with the default
-        system text."""
+    def _jobs(
+        self,
+        scope: Scope,
+        items_ids: Sequence[Sequence[int]],
+        num_window: int,
+        epoch: int,
+        directions: int = 1,
+    ) -> list[EncodeJob]:
+        """A pass over anchor and facts: one job, or one for each of two directions.
+
+        The anchor is captured as well, it opens every prompt with the default system text.
+        """
         anchor = self.prompts.anchor_ids
-        items = range(len(items_ids))
-        encode_pass = EncodePass(tuple(items), tuple(items[num_window:]))
-        tokens = pass_tokens(anchor, items_ids, encode_pass)
-        captures = [Span(self._anchor_key, 0, len(anchor))]
-        ids = array("i", tokens.token_ids)  # the whole prefix is hashed for every key: slices must be cheap
-        owner = owned_by(self.model, scope)
-        for _, start, end in tokens.spans:
-            captures.append(Span(segment_key(owner, ids[:start], ids[start:end]), start, end))
-        return EncodeJob(scope, tokens.token_ids, tuple(captures), epoch)
+        jobs = []
+        for run in pass_runs(owned_by(self.model, scope), anchor, items_ids, num_window, directions):
+            captures = (Span(self._anchor_key, 0, len(anchor)), *run.captures)
+            jobs.append(EncodeJob(scope, run.token_ids, captures, epoch))
+        return jobs
 
     def keys(self, fact_ids: Iterable[str]) -> dict[str, str]:
         """Fact id → key of its KV, for facts that were encoded for this model."""
@@ -265,14 +360,26 @@ class Encoder:
         return not job.scope.is_empty() and self.catalog.epoch(job.scope) != job.epoch
 
 
-def _new_pass(job: EncodeJob, fact_ids: Sequence[str], num_window: int) -> NewPass:
-    return NewPass(fact_ids[:num_window], fact_ids[num_window:], [span.key for span in job.captures[1:]])
+class _Planned(NamedTuple):
+    """A pass to be recorded and the jobs that run it."""
+
+    jobs: Sequence[EncodeJob]
+    new: NewPass
+
+
+def _new_pass(jobs: Sequence[EncodeJob], fact_ids: Sequence[str], num_window: int) -> NewPass:
+    keys = [span.key for span in jobs[0].captures[1:]]
+    return NewPass(fact_ids[:num_window], fact_ids[num_window:], keys, len(jobs))
 
 
 def owned_by(model: str, scope: Scope) -> str:
     """What keys of a scope's segments name as their model. The same text of two scopes has two keys: else one
     could learn from `injectable`, or from the time an answer takes, that another holds it as well."""
     return f"{model}+{scope_digest(scope.user_id, scope.agent_id, scope.run_id)}"
+
+
+def _scope_of(fact: Fact) -> Scope:
+    return fact.scope
 
 
 def _scope_order(fact: Fact) -> tuple[str, str, str, int]:

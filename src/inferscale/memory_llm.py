@@ -25,7 +25,15 @@ from typing import Any, get_args
 from inferscale.catalog import Added, Deletion, ScopeEpoch
 from inferscale.chat_plan import ChatPlanner, ChatTimings, Mode, Residents, digest_of, facts_of
 from inferscale.chat_result import ChatResult, chat_result
-from inferscale.config import ConnectorConfig, EncodingConfig, ExtractionConfig, MemoryConfig
+from inferscale.check_runner import check_engine
+from inferscale.config import (
+    DEFAULT_ORDER,
+    DEFAULT_TAIL,
+    ConnectorConfig,
+    EncodingConfig,
+    ExtractionConfig,
+    MemoryConfig,
+)
 from inferscale.encode_runner import EncodeProgress, EncodeRunner, Progress
 from inferscale.encoder import Encoder
 from inferscale.errors import (
@@ -35,6 +43,7 @@ from inferscale.errors import (
 )
 from inferscale.extract_runner import EngineExtraction
 from inferscale.extraction import ExtractionModel, Inference
+from inferscale.fact_order import FactOrder, parse_order
 from inferscale.facts import Fact, Scope, SearchHit
 from inferscale.filters import read_filter
 from inferscale.memory import Memory
@@ -43,6 +52,7 @@ from inferscale.plan import Order
 from inferscale.prefetch_keys import prefetch_order
 from inferscale.prompt import DEFAULT_SYSTEM, PromptBuilder
 from inferscale.retrieval import Embedder
+from inferscale.tail import Tail, TailLike
 from inferscale.tokenization import load_tokenizer
 from inferscale.turns import Content, read_scope
 from inferscale.windows import WindowPolicy
@@ -62,7 +72,8 @@ class MemoryLLM:
     out, a quarter of what the model leaves on a GPU and 1 GiB elsewhere (`ConnectorConfig`).
     connector: all settings of the connector instead. repair_after_chat: once an
     answer is there, encode the facts that had to be prefilled for it, before `chat` returns; the next
-    one injects them.
+    one injects them. tail: best facts that are recomputed in chats that do not say how many (`chat`).
+    order: of the facts, in chats that do not name one.
     engine_args: further arguments of `vllm.LLM`, such as `max_model_len` or `dtype`.
     extraction: makes facts of conversations (`add(…, infer=True)`); left out, the memory's own, or this
     engine.
@@ -81,7 +92,10 @@ class MemoryLLM:
         engine_args: Mapping[str, Any] | None = None,
         connector: ConnectorConfig | None = None,
         extraction: ExtractionModel | Inference | None = None,
+        tail: TailLike = DEFAULT_TAIL,
+        order: FactOrder = DEFAULT_ORDER,
     ) -> None:
+        default_tail, default_order = Tail.parse(tail), parse_order(order)
         encoding = encoding or EncodingConfig()
         if connector is None:
             connector = ConnectorConfig()
@@ -101,17 +115,30 @@ class MemoryLLM:
             self.memory.catalog,
             self.prompts,
             self.engine.fingerprint,
-            WindowPolicy(encoding.window, encoding.stride),
+            WindowPolicy(encoding.window, encoding.stride, encoding.mixed),
             self.engine.max_model_len - 1,
         )
         self.runner = EncodeRunner(self.engine, self.encoder)
-        self.planner = ChatPlanner(self.memory, self.encoder, self.engine.max_model_len, self._ask_resident)
+        self._check_engine()
+        self.planner = ChatPlanner(
+            self.memory,
+            self.encoder,
+            self.engine.max_model_len,
+            self._ask_resident,
+            tail=default_tail,
+            order=default_order,
+        )
         self.memory.check_text = self.planner.check_length
         self._lock = threading.RLock()
         if extraction is not None or self.memory.extraction is None:
             self.memory.extraction = extraction or self._own_extraction()
         if connector.disk_bytes:
             self._forget_strays()
+
+    def _check_engine(self) -> None:
+        """`verdict`: of the self-check. Where it refuses injection, facts are text, and none is encoded."""
+        self.verdict = check_engine(self.engine, self.prompts, self.memory.catalog.path.parent)
+        self.runner.is_off = self.verdict.is_refusal
 
     def _forget_strays(self) -> None:
         """Remove KV on disk that no fact has any more, such as after a deletion without an engine."""
@@ -285,7 +312,8 @@ class MemoryLLM:
         run_id: str | None = None,
         top_k: int = 50,
         mode: Mode = "inject",
-        tail: int = 0,
+        tail: TailLike | None = None,
+        order: FactOrder | None = None,
         max_tokens: int = 256,
         temperature: float = 0.0,
         sampling: Mapping[str, Any] | None = None,
@@ -295,8 +323,12 @@ class MemoryLLM:
 
         mode: `inject` takes their KV from the pool, `text` prefills the same text, `none` leaves
         memory out. tail: so many of the best facts, which stand last, are prefilled instead of
-        injected; they then see all others. filters: as in `Memory.search`. A scope without facts is
-        answered without memory.
+        injected; they then see all others. `5` facts, `"10%"` of the facts' tokens, `"300t"` tokens, the
+        smallest of several as in `"5,10%"`, 0 for none (`Tail`). None: as `MemoryLLM` was told, `"5,10%"` by
+        default, where nothing was said before the question, else none. order: of the facts, `best-last`,
+        `chronological` or `session` (`fact_order`); those that are recomputed stand behind the others. None:
+        as `MemoryLLM` was told, `best-last` by default. filters: as in `Memory.search`. A scope without facts
+        is answered without memory.
         Raises InvalidInput (EmptyText, TextTooLong, …) for what cannot be asked.
         """
         if mode not in get_args(Mode):
@@ -306,20 +338,27 @@ class MemoryLLM:
         start_s = time.perf_counter()
         scope = Scope() if mode == "none" else read_scope(user_id, agent_id, run_id)
         within = read_filter(filters)
+        asked_tail = None if tail is None else Tail.parse(tail)
+        asked_order = None if order is None else parse_order(order)
+        refusal = self.verdict.refusal if mode == "inject" else None
+        mode = "text" if refusal else mode
         listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         with self._lock:
             self._purge()
             draft = self.prompts.draft(listed)
-            prepared = self.planner.prepare(draft, scope, top_k, mode, tail, max_tokens, within=within)
+            prepared = self.planner.prepare(
+                draft, scope, top_k, mode, asked_tail, max_tokens, within=within, order=asked_order
+            )
+            prepared = prepared._replace(reason=refusal or prepared.reason)
             request = GenerationRequest(
                 prepared.prompt.token_ids, max_tokens, prepared.plan, temperature, sampling or {}
             )
             submitted_s = time.perf_counter()
             generation = self._generate(request)
             result = chat_result(mode, prepared, generation, submitted_s - start_s)
-            if mode == "inject" and self.repair_after_chat and prepared.choice.missing:
+            if mode == "inject" and self.repair_after_chat and prepared.choice.unencoded:
                 with _only_logged("Encoding missing facts"):
-                    self.runner.repair(scope, facts_of(prepared.choice.missing))
+                    self.runner.repair(scope, facts_of(prepared.choice.unencoded))
         return result
 
     def _generate(self, request: GenerationRequest) -> Generation:

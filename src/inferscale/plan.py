@@ -13,6 +13,7 @@ Wire history
         begins with the segments, as nearly always, that signature is checked with the prompt's own ids: it
         then shows at once that the plan is ours and that the segments stand there
     3   the caller's own cache salt
+    4   captures whose place is noted wrongly, for the self-check; segments that are the mean of two captures
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any, Literal, cast, get_args, overload
 from inferscale.errors import PlanRejected
 
 WIRE_KEY = "inferscale"
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 ENCODER_VERSION = 1
 """Raised whenever the way a fact is rendered or encoded changes: old keys are then never reused."""
 
@@ -121,11 +122,20 @@ class Segments(Sequence[Segment]):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Prompt tokens `[start, end)` of this request, to be captured under `key`."""
+    """Prompt tokens `[start, end)` of this request, to be captured under `key`.
+
+    misplaced_blocks: note them as if they stood so many of vLLM's blocks further on. Their keys are then
+    turned wrongly when they are injected, which is what `self_check` wants of a few.
+    part: 0: the whole segment. 1: the first of two captures of it, which nobody can use yet. 2: the second
+    one; the mean of both, with keys turned to one place, is then the segment. Where the pool does not hold
+    the first, the second is not captured.
+    """
 
     key: str
     start: int
     end: int
+    misplaced_blocks: int = 0
+    part: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +236,7 @@ def to_wire(plan: Plan, secret: bytes) -> dict[str, Any]:
         plan.model,
         plan.scope,
         plan.epoch,
-        [[c.key, c.start, c.end] for c in plan.captures],
+        [[c.key, c.start, c.end, c.misplaced_blocks, c.part] for c in plan.captures],
         None if order is None else [order.op, list(order.keys), [list(epoch) for epoch in order.epochs]],
         plan.caller_salt,
     ]
@@ -289,7 +299,7 @@ def from_wire(params: object, secret: bytes, prompt_ids: Sequence[int] = ()) -> 
             scope=str(scope),
             epoch=int(epoch),
             segments=segments,
-            captures=tuple([Span(str(key), int(start), int(end)) for key, start, end in captures]),
+            captures=tuple([Span(str(key), *map(int, places)) for key, *places in captures]),
             order=None if order is None else _read_order(order),
             id=str(plan_id),
             caller_salt=str(caller_salt),

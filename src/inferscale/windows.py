@@ -1,6 +1,6 @@
 """Which tokens one encode pass holds and which of them it captures (Context-Window Encoding).
 
-A fact encoded alone lacks the attention to what was said before it. A pass is therefore
+A fact encoded alone lacks the attention to what was said before it. A *sliding* pass is therefore
 
     anchor │ window │ captured facts, with what was said between them
            └ thrown away ┘
@@ -9,6 +9,21 @@ The anchor is the same for every pass of a model; the window is computed and thr
 pass captures many facts: each sees the window and all facts before it in the pass, so the cost for
 one stored token falls from window + 1 facts to about (window + stride) / stride.
 
+In a prompt, facts stand behind unrelated ones too. A *mixed* pass holds facts of all times, in an order
+that has nothing to do with when they were said, and runs in both directions:
+
+    anchor │ a b c d          anchor │ d c b a          KV of each: the mean of both
+
+So each has seen all others of its group, half of its KV some of them and half the rest, and none is the one
+that saw nothing. At the cost of sliding(20,20), about 2 computed tokens for a stored one, mixed(60) is
+nearer to text: KL of the answers on LoCoMo 1 to 4 with a 1.5B model, 50 facts, 5 | 10 recomputed
+
+    sliding(20,20)   0.115 | 0.083
+    mixed(60)        0.073 | 0.056
+
+Two directions of groups in the order of time gain nothing. A mixed pass needs many facts at once; few new
+ones are encoded by sliding passes until there are enough (`encoder`).
+
 Items are the facts of ONE exact scope in the order in which they were said, named by index; a pass
 never holds anything else, so nothing leaks between scopes. This module knows neither texts nor
 tokenizers nor the engine: lengths and ids come from `prompt`, the requests are made elsewhere.
@@ -16,12 +31,18 @@ tokenizers nor the engine: lengths and ids come from `prompt`, the requests are 
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
+from inferscale.config import MAX_MIXED, MIN_MIXED, EncodingConfig
 from inferscale.errors import InvalidInput, TextTooLong
+
+_MIXED_ALLOWED = f"allowed are {MIN_MIXED} to {MAX_MIXED}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +50,16 @@ class WindowPolicy:
     """How much stands before a captured fact, and how many one pass captures.
 
     window: at most so many items before the first captured one. stride: a pass reaches over at
-    most so many items from its first captured one to its last. Raises InvalidInput.
+    most so many items from its first captured one to its last. mixed: about so many facts are encoded
+    together in both directions, where there are enough of them; 0: none. Raises InvalidInput.
     """
 
     window: int
     stride: int
+    mixed: int = 0
 
     def __post_init__(self) -> None:
+        check_mixed(self.mixed)
         if self.window < 0 or self.stride < 1:
             raise InvalidInput(
                 f"the window policy is window {self.window}, stride {self.stride}; the window must be "
@@ -44,6 +68,10 @@ class WindowPolicy:
 
     def __str__(self) -> str:
         """The form that `parse_policy` reads."""
+        if self.mixed:
+            is_default = (self.window, self.stride) == (EncodingConfig.window, EncodingConfig.stride)
+            few = "" if is_default else f",{self.window},{self.stride}"
+            return f"mixed({self.mixed}{few})"
         if self.stride > 1:
             return f"sliding({self.window},{self.stride})"
         return f"window({self.window})" if self.window else "alone"
@@ -64,8 +92,26 @@ def sliding(num_facts: int, stride: int) -> WindowPolicy:
     return WindowPolicy(num_facts, stride)
 
 
+def mixed(
+    num_facts: int, window: int = EncodingConfig.window, stride: int = EncodingConfig.stride
+) -> WindowPolicy:
+    """About `num_facts` facts in one pass, in both directions; fewer as by `sliding(window, stride)`."""
+    if not num_facts:
+        raise InvalidInput(f"the window policy is mixed(0); {_MIXED_ALLOWED}.")
+    return WindowPolicy(window, stride, num_facts)
+
+
+def check_mixed(num_facts: int) -> None:
+    """Raise InvalidInput for a size of mixed groups that cannot be."""
+    if num_facts and not MIN_MIXED <= num_facts <= MAX_MIXED:
+        raise InvalidInput(f"the window policy mixes {num_facts} facts; {_MIXED_ALLOWED}.")
+
+
 def parse_policy(text: str) -> WindowPolicy:
-    """`alone`, `window(5)` or `sliding(20,20)` → policy. Raises InvalidInput."""
+    """`alone`, `window(5)`, `sliding(20,20)` or `mixed(60)` → policy. Raises InvalidInput.
+
+    `mixed(60,10,5)` is `mixed(60)` that encodes few facts as `sliding(10,5)` does.
+    """
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(([\d\s,]*)\))?\s*", text, flags=re.ASCII)
     if match is not None:
         numbers = [part.strip() for part in (match[2] or "").split(",")]
@@ -77,9 +123,11 @@ def parse_policy(text: str) -> WindowPolicy:
             return window(values[0])
         if match[1] == "sliding" and complete and len(values) == 2:
             return sliding(values[0], values[1])
+        if match[1] == "mixed" and complete and len(values) in (1, 3):
+            return mixed(*values)
     raise InvalidInput(
-        f"the window policy is {text!r}; allowed are 'alone', 'window(W)' and 'sliding(W,STRIDE)', "
-        "for example 'sliding(20,20)'."
+        f"the window policy is {text!r}; allowed are 'alone', 'window(W)', 'sliding(W,STRIDE)', "
+        "'mixed(FACTS)' and 'mixed(FACTS,W,STRIDE)', for example 'mixed(60)'."
     )
 
 
@@ -158,6 +206,43 @@ def plan_passes(
         passes.append(EncodePass(tuple(range(start, last + 1)), tuple(wanted[done : done + num])))
         done += num
     return passes
+
+
+def mixed_groups(names: Sequence[str], size: int) -> list[tuple[int, ...]]:
+    """Items in groups of about `size`, none above 1.5 times that: indices, in the order of a pass.
+
+    names: of each item, such as its text. The order is by a hash of these: as good as random, and the same
+    items give the same groups.
+    """
+    seen: Counter[str] = Counter()
+    places: list[tuple[bytes, int]] = []
+    for item, name in enumerate(names):
+        digest = hashlib.blake2b(f"{seen[name]}\0{name}".encode("utf-8", "surrogatepass"), digest_size=16)
+        places.append((digest.digest(), item))
+        seen[name] += 1
+    order = [item for _, item in sorted(places)]
+    num = max(1, (2 * len(order) + size) // (2 * size))  # len / size, rounded
+    return _even_parts(order, num) if order else []
+
+
+def split_group(lengths: Sequence[int], room: int) -> list[range]:
+    """A mixed group in as few parts of its items as fit `room` tokens each, about equally many in each.
+
+    lengths: tokens of each item, none above `room`.
+    """
+    assert all(length <= room for length in lengths)
+    items = range(len(lengths))
+    num = max(1, -(-sum(lengths) // room)) if lengths else 0
+    while True:
+        parts = [items[part[0] : part[-1] + 1] for part in _even_parts(items, num)] if num else []
+        if all(sum(lengths[item] for item in part) <= room for part in parts):
+            return parts
+        num += 1
+
+
+def _even_parts(items: Sequence[int], num: int) -> list[tuple[int, ...]]:
+    borders = [len(items) * part // num for part in range(num + 1)]
+    return [tuple(items[start:end]) for start, end in pairwise(borders)]
 
 
 def pass_tokens(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from inferscale.bench.policies import Policy, parse_policies
-from inferscale.config import EncodingConfig
+from inferscale.bench.policies import USUAL, Policy, parse_policies
+from inferscale.config import DEFAULT_TAIL, EncodingConfig
 from inferscale.errors import InvalidInput
+from inferscale.tail import Tail
 from inferscale.windows import WindowPolicy
 
 
@@ -15,9 +16,18 @@ from inferscale.windows import WindowPolicy
     [
         ("alone", Policy(WindowPolicy(0, 1)), "alone"),
         (" anchor ", Policy(WindowPolicy(0, 1)), "alone"),
-        ("anchor+tail3", Policy(WindowPolicy(0, 1), 3), "alone+tail3"),
+        ("anchor+tail3", Policy(WindowPolicy(0, 1), Tail(3)), "alone+tail3"),
         ("window(5)", Policy(WindowPolicy(5, 1)), "window(5)"),
-        ("sliding(20, 10) + tail 10", Policy(WindowPolicy(20, 10), 10), "sliding(20,10)+tail10"),
+        ("sliding(20, 10) + tail 10", Policy(WindowPolicy(20, 10), Tail(10)), "sliding(20,10)+tail10"),
+        ("sliding(20,20)+tail0", Policy(WindowPolicy(20, 20)), "sliding(20,20)"),
+        ("mixed( 60 )", Policy(WindowPolicy(20, 20, 60)), "mixed(60)"),
+        ("mixed(8,2,3)+tail5", Policy(WindowPolicy(2, 3, 8), Tail(5)), "mixed(8,2,3)+tail5"),
+        ("alone+tail10%", Policy(WindowPolicy(0, 1), Tail(share=0.1)), "alone+tail10%"),
+        ("alone + tail 300 tokens", Policy(WindowPolicy(0, 1), Tail(tokens=300)), "alone+tail300t"),
+        ("alone+chronological", Policy(WindowPolicy(0, 1), order="chronological"), "alone+chronological"),
+        ("alone + session+tail2", Policy(WindowPolicy(0, 1), Tail(2), "session"), "alone+tail2+session"),
+        ("alone+best-last", Policy(WindowPolicy(0, 1)), "alone"),
+        ("alone+tail10%,5", Policy(WindowPolicy(0, 1), Tail(5, share=0.1)), "alone+tail5,10%"),
     ],
 )
 def test_read_and_written(text: str, policy: Policy, name: str) -> None:
@@ -31,7 +41,24 @@ def test_several_each_once_in_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", " ; ", "tail5", "sliding(20,20)+tail", "alone+tail5+tail5", "alone+last1", "best"]
+    "text",
+    [
+        "",
+        " ; ",
+        "tail5",
+        "sliding(20,20)+tail",
+        "alone+tail5+tail5",
+        "alone+last1",
+        "alone++tail5",
+        "alone+",
+        "alone+chronological+session",
+        "alone+session+session",
+        "alone+session5",
+        "alone+tail5x",
+        "alone+tail-1",
+        "+tail5",
+        "best",
+    ],
 )
 def test_what_is_no_policy(text: str) -> None:
     with pytest.raises(InvalidInput, match="polic"):
@@ -40,4 +67,19 @@ def test_what_is_no_policy(text: str) -> None:
 
 def test_the_default_is_the_configuration_s() -> None:
     encoding = EncodingConfig()
-    assert Policy.default().window == WindowPolicy(encoding.window, encoding.stride)
+    window = WindowPolicy(encoding.window, encoding.stride, encoding.mixed)
+    assert Policy.default() == Policy(window, Tail.parse(DEFAULT_TAIL))
+    assert Policy.parse("mixed(60)+tail5,10%") == Policy.default()
+    assert Policy.parse("mixed(60)") != Policy.default(), "no tail is named: none is recomputed"
+
+
+def test_policies_with_the_same_prompts() -> None:
+    """With the best fact last, the tail changes nothing of the prompt."""
+    plain, tail = Policy.parse("alone"), Policy.parse("window(5)+tail2")
+    assert plain.arrangement == tail.arrangement == USUAL
+    told = {
+        str(Policy.parse(f"alone{suffix}").arrangement)
+        for suffix in ("", "+tail2", "+tail2+session", "+session+tail2", "+session", "+chronological")
+    }
+    assert told == {"best-last", "tail2+session", "session", "chronological"}
+    assert Policy.parse("window(5)+tail2+session").arrangement == Policy.parse("alone+session+tail2").arrangement

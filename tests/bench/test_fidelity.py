@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +30,9 @@ from test_prompt import CHATML, tokenizer_with
 
 GOLD = {"none": 0.05, "text": 0.5, "inject": 0.4}
 """Probability of each token of an answer by where the facts are."""
+DECODE = tokenizer_with(CHATML).decode
 POLICIES = "alone; sliding(2,2)+tail2; sliding(2,2)"
+ARRANGED = "alone+tail1; alone; alone+tail1+session; sliding(2,2)+chronological; alone+chronological"
 K = 4
 
 
@@ -42,6 +44,7 @@ class ScoringOffline(FakeOffline):
         self.step_tokens = 64
         self.forced: list[GenerationRequest] = []
         self.encoded: list[GenerationRequest] = []
+        self.is_surer: Callable[[Sequence[int]], bool] = lambda ids: False
 
     def stream(self, requests: Iterable[GenerationRequest], **bounds: Any) -> Generator[Finished, None, None]:
         for place, request in enumerate(requests):
@@ -63,6 +66,8 @@ class ScoringOffline(FakeOffline):
         has_facts = len(request.token_ids) > 150
         mode = "inject" if request.plan is not None else "text" if has_facts else "none"
         num, p = request.sampling["logprobs"], GOLD[mode]
+        if mode == "text" and self.is_surer(request.token_ids):
+            p = 0.8
         others = [p, *([(1 - p) / (2 * num)] * (num - 1))]
         ids = [gold, *(1000 + place for place in range(num - 1))]
         if mode == "none":
@@ -107,7 +112,7 @@ def test_the_reference_is_measured_first() -> None:
         Arm("inject", tailed),
         Arm("inject", alone),
     )
-    assert [arm.tail for arm in arms_of([tailed, alone])] == [0, 0, 2, 0]
+    assert [str(arm.tail) for arm in arms_of([tailed, alone])] == ["0", "0", "2", "0"]
 
 
 def test_the_arms_differ_in_nothing_but_where_the_kv_comes_from(
@@ -156,6 +161,48 @@ def test_the_best_facts_can_be_recomputed_where_they_stand(
         assert [len(of) for of in keys] == [1 + K, K, 0]
         assert keys[0][:-1] == keys[1]
         assert cases[1].num_prefilled < cases[2].num_prefilled < cases[3].num_prefilled
+
+
+def test_an_arrangement_has_a_reference_of_its_own() -> None:
+    texts = [arm for arm in arms_of(parse_policies(ARRANGED)) if arm.mode == "text"]
+    assert [arm.name for arm in texts] == ["text", "text tail1+session", "text chronological"]
+    reference = {arm.name: arm.reference.name for arm in arms_of(parse_policies(ARRANGED))}
+    assert reference == {
+        **{arm.name: arm.name for arm in texts},
+        "none": "text",
+        "inject alone+tail1": "text",
+        "inject alone": "text",
+        "inject alone+tail1+session": "text tail1+session",
+        "inject sliding(2,2)+chronological": "text chronological",
+        "inject alone+chronological": "text chronological",
+    }
+    only = arms_of(parse_policies("alone+session"))
+    assert [arm.name for arm in only] == ["text session", "none", "inject alone+session"]
+    assert {arm.reference for arm in only} == {only[0]}
+
+
+@pytest.mark.parametrize("suffix", ["+chronological", "+tail1+chronological", "+tail2+session"])
+def test_text_has_the_same_facts_in_the_same_order(
+    prompts: PromptBuilder, conversation: GoldConversation, suffix: str
+) -> None:
+    _, engine = engine_of()
+    with AskedConversation(
+        engine, prompts, conversation, conversation.questions, k=K, embedder=WordEmbedder()
+    ) as asked:
+        policy = Policy.parse(f"alone{suffix}")
+        best_last, text = asked.plain("text").cases, asked.plain("text", None, policy.arrangement).cases
+        inject = asked.injected(policy).cases
+    decode = tokenizer_with(CHATML).decode
+    for case, other, usual in zip(text, inject, best_last, strict=True):
+        assert case.prompt == other.prompt
+        assert sorted(case.prompt) == sorted(usual.prompt)
+        assert other.plan is not None
+        said = decode(list(case.prompt))
+        num_last = policy.tail.facts or 0
+        assert len(other.plan.table.keys) == 1 + K - num_last
+        if not num_last:
+            assert is_in_time(said)
+    assert [case.prompt for case in text] != [case.prompt for case in best_last]
 
 
 def test_the_search_does_not_see_the_instruction(
@@ -285,12 +332,25 @@ def test_a_text_is_embedded_once(prompts: PromptBuilder, conversation: GoldConve
     assert embedder.num_texts == len(SAID) + len(questions)
 
 
+SHARED = {"questions": 8, "conversations": "1,2"}
+
+
+def name_of(row: Row) -> str:
+    config = row["config"]
+    return f"{row['mode']} {config.get('policy') or config.get('arrangement', '')}".strip()
+
+
+def is_in_time(prompt: str) -> bool:
+    places = [prompt.find(text) for _, text in SAID if text in prompt]
+    return places == sorted(places)
+
+
 def rows_of(prompts: PromptBuilder, file: Path, **options: Any) -> list[Row]:
     _, engine = engine_of()
     one = measurement(engine, prompts, **options)
     for number in (1, 2):
         one.ask(read_gold(file, number))
-    run = BenchRun("fidelity", "tiny", None, {"questions": 8, "conversations": "1,2"})
+    run = BenchRun("fidelity", "tiny", None, SHARED)
     return FidelityRows(run, one.results, options.get("k", K), "auto").add_all()
 
 
@@ -306,9 +366,9 @@ def test_rows(prompts: PromptBuilder, tmp_path: Path) -> None:
     def value(metric: str, arm: Any) -> float:
         return float(found[metric, arm]["p50"])
 
-    assert value("nll", ("text", 0)) == pytest.approx(text, abs=1e-4)
-    assert value("nll", ("none", 0)) == pytest.approx(none, abs=1e-4)
-    assert value("delta_nll", ("none", 0)) == pytest.approx(none - text, abs=1e-4)
+    assert value("nll", ("text", "0")) == pytest.approx(text, abs=1e-4)
+    assert value("nll", ("none", "0")) == pytest.approx(none, abs=1e-4)
+    assert value("delta_nll", ("none", "0")) == pytest.approx(none - text, abs=1e-4)
     for policy in ("alone", "sliding(2,2)+tail2", "sliding(2,2)"):
         assert value("delta_nll", policy) == pytest.approx(inject - text, abs=1e-4)
         assert found["delta_nll", policy]["ci95"] == pytest.approx([inject - text] * 2, abs=1e-4)
@@ -317,7 +377,7 @@ def test_rows(prompts: PromptBuilder, tmp_path: Path) -> None:
         assert 0 < value("prefilled_share", policy) < 1
         assert found["delta_nll", policy]["config"]["by_category"].keys() == {"2", "3", "4"}
         assert found["kl", policy]["config"]["missing_probability"] == 0
-    assert value("top1_agreement", ("none", 0)) == 0
+    assert value("top1_agreement", ("none", "0")) == 0
     assert value("prefilled_share", "alone") < value("prefilled_share", "sliding(2,2)+tail2")
     assert (
         1 < value("tokens_per_stored_token", "sliding(2,2)") < value("tokens_per_stored_token", "alone") + 2
@@ -329,6 +389,32 @@ def test_rows(prompts: PromptBuilder, tmp_path: Path) -> None:
     assert "| inject | sliding(2,2)+tail2 |" in shown
     assert f"{inject - text:+.3f} ({inject - text:+.3f} to {inject - text:+.3f})" in shown
     assert "8 questions of conversations 1,2" in shown
+
+
+def test_rows_are_compared_with_text_in_the_same_order(prompts: PromptBuilder, tmp_path: Path) -> None:
+    """On an engine that is surer of its answers behind facts as they were said."""
+    offline, engine = engine_of()
+    offline.is_surer = lambda ids: is_in_time(DECODE(list(ids)))
+    one = measurement(engine, prompts, policies="alone; alone+tail1+chronological; alone+chronological")
+    one.ask(read_gold(write_locomo(tmp_path), 1))
+    rows = FidelityRows(BenchRun("fidelity", "tiny", None, SHARED), one.results, K, "auto").add_all()
+    found = {(row["metric"], name_of(row)): row for row in rows}
+    nll = {name: row["p50"] for (metric, name), row in found.items() if metric == "nll"}
+    last, tailed, in_time = (nll[f"text{name}"] for name in ("", " tail1+chronological", " chronological"))
+    assert in_time < min(tailed, last)
+    for policy, text, name in (
+        ("alone", last, None),
+        ("alone+tail1+chronological", tailed, "text tail1+chronological"),
+        ("alone+chronological", in_time, "text chronological"),
+    ):
+        row = found["delta_nll", f"inject {policy}"]
+        assert row["p50"] == pytest.approx(nll[f"inject {policy}"] - text, abs=2e-4)
+        assert row["config"].get("compared_with") == name
+        share = (nll["none"] - nll[f"inject {policy}"]) / (nll["none"] - text)
+        assert found["recovered", f"inject {policy}"]["p50"] == pytest.approx(share, abs=2e-4)
+    shown = fidelity_table(rows)
+    assert shown.count("| text |") == 3
+    assert "| text | tail1+chronological |" in shown
 
 
 def test_rows_of_the_default_say_so(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,9 +31,10 @@ from inferscale.bench.report import report
 from inferscale.errors import EngineError, InvalidInput
 from inferscale.offline import Finished, Generation, GenerationRequest
 from inferscale.prompt import PromptBuilder
-from locomo_file import write_locomo
+from locomo_file import SAID, write_locomo
 from test_prompt import CHATML, tokenizer_with
 
+DECODE = tokenizer_with(CHATML).decode
 POLICIES = "alone; sliding(2,2)+tail1"
 KS = (2, 4)
 ANSWERS = {
@@ -44,6 +45,12 @@ ANSWERS = {
     "What might Ben like?": {"none": "cats", "text": "dogs", "inject": "snow"},
 }
 NUM = len(ANSWERS)
+
+
+def is_in_time(ids: Sequence[int]) -> bool:
+    prompt = DECODE(list(ids))
+    places = [prompt.find(text) for _, text in SAID if text in prompt]
+    return places == sorted(places)
 
 
 class Killed(BaseException):
@@ -58,6 +65,7 @@ class AnsweringOffline(FakeOffline):
         self.step_tokens = 64
         self.answered: list[GenerationRequest] = []
         self.encoded: list[GenerationRequest] = []
+        self.spoils: Callable[[Sequence[int]], bool] = lambda ids: False
         self.bounds: list[Any] = []
         self._killed_after = killed_after
         self._decode = tokenizer_with(CHATML).decode
@@ -85,6 +93,8 @@ class AnsweringOffline(FakeOffline):
         said = self._decode(list(request.token_ids))
         (question,) = (text for text in ANSWERS if text in said)
         mode = "inject" if request.plan is not None else "text" if len(request.token_ids) > 150 else "none"
+        if mode == "text" and self.spoils(request.token_ids):
+            mode = "none"
         is_cut = mode == "none" and question.startswith("Where")
         reason = "length" if is_cut else "stop"
         return replace(done, text=f" {ANSWERS[question][mode]}\n", finish_reason=reason)
@@ -157,6 +167,38 @@ def test_every_way_answers_every_question(
     captured = [span.key for request in offline.encoded for span in request.plan.captures[1:]]  # type: ignore[union-attr]
     assert len(captured) == 2 * 2 * 6
     assert offline.pool == {}
+
+
+def test_an_order_has_text_of_its_own(prompts: PromptBuilder, conversations: list[GoldConversation]) -> None:
+    """Each injected answer is beside the one behind the same prompt as text."""
+    offline, engine = engine_of()
+    policies = "alone; alone+tail1+chronological; sliding(2,2)+tail1+chronological"
+    offline.spoils = is_in_time
+    one = measurement(engine, prompts, policies=policies)
+    one.ask(conversations[0])
+    texts = {asked.arm.name for asked in one.results.asked if asked.arm.mode == "text"}
+    assert texts == {"text", "text tail1+chronological"}
+    for asked in one.results.asked:
+        assert asked.reference in one.results.asked or asked.arm.mode == "none"
+    made = BenchRun("locomo", "tiny", None, {"questions": 4, "adversarial_questions": 1, "facts": "turns"})
+    LocomoRows(made, one.results).add_all()
+    found = {
+        (row["metric"], config.get("policy") or config.get("arrangement")): row
+        for row in made.rows
+        for config in (row["config"],)
+        if row["k"] == 4
+    }
+    f1 = {name: row["p50"] for (metric, name), row in found.items() if metric == "f1"}
+    other = "tail1+chronological"
+    assert f1[None] != f1[other]
+    for policy, text in (("alone", None), (f"alone+{other}", other), (f"sliding(2,2)+{other}", other)):
+        row = found["delta_f1", policy]
+        assert row["p50"] == pytest.approx(f1[policy] - f1[text], abs=2e-4)
+        assert row["config"].get("compared_with") == (None if text is None else f"text {other}")
+    num = num_answers(conversations[:1], parse_policies(policies), LocomoOptions(KS))
+    assert num == NUM * (1 + 5 * len(KS))
+    shown = locomo_table(made.rows)
+    assert f"| 4 | text {other} |" in shown
 
 
 def test_category_5_may_decline(prompts: PromptBuilder, conversations: list[GoldConversation]) -> None:
@@ -284,7 +326,7 @@ def rows_of(run: BenchRun, policy: str | None, k: int) -> dict[str, Row]:
     return {
         row["metric"]: row
         for row in run.rows
-        if row["k"] == k and row["config"].get("policy") == policy and row["config"].get("tail") == 0
+        if row["k"] == k and row["config"].get("policy") == policy and row["config"].get("tail") == "0"
     }
 
 

@@ -129,11 +129,13 @@ class SymbolicWorker:
         elif not self.reports_without_forward:
             return None, failed
         if orders.step:
-            if orders.capture is not None:
-                if self.failing_captures:
-                    report.failed_captures.add(orders.step)
-                else:
+            if self.failing_captures:
+                report.failed_captures.add(orders.step)
+            else:
+                if orders.capture is not None:
                     self.capture(orders.capture, requests)
+                if orders.averaging is not None:
+                    self.average(orders.averaging)
             report.done.add(orders.step)
             if orders.tiers is not None:
                 self.save(orders.tiers.saves, report)
@@ -184,6 +186,15 @@ class SymbolicWorker:
                 f"captured {symbol}: not as a cold prefill has it"
             )
             self.pool[row] = symbol
+
+    def average(self, moves: Moves) -> None:
+        for row, slot, position in zip(
+            *(column.tolist() for column in moves.expand(BLOCK_SIZE)), strict=True
+        ):
+            first, second = self.pool[row], self.cache[slot]
+            assert first.token_id == second.token_id
+            assert second.position == position
+            self.pool[row] = second._replace(context=hash(("mean", first.context, second.context)))
 
     def before_forward(self, orders: StepOrders) -> None:
         self.failed_blocks.update(orders.failed_blocks)
@@ -369,10 +380,10 @@ class SymbolicEngine:
         return Plan(**{"model": self.side.model, "scope": SCOPE, **fields})
 
     def encode(
-        self, request_id: str, prompt: Sequence[int], *spans: tuple[int, int], epoch: int = 0
+        self, request_id: str, prompt: Sequence[int], *spans: tuple[int, int], epoch: int = 0, part: int = 0
     ) -> Request:
-        """Capture spans of a prompt; the key of a span is that of its tokens alone."""
-        captures = tuple(Span(key_of(prompt[start:end]), start, end) for start, end in spans)
+        """Capture spans of a prompt; the key of a span is that of its tokens alone. part: of all."""
+        captures = tuple(Span(key_of(prompt[start:end]), start, end, part=part) for start, end in spans)
         return self.add(request_id, prompt, self.plan(captures=captures, epoch=epoch))
 
     def chat(
@@ -473,7 +484,10 @@ class SymbolicEngine:
                 assert not any(copy.is_loading for copy in map(tier.get, tier.all_keys()) if copy)
         assert not self.side._claims
         assert not self.side._rejected
-        assert stats["resident_segments"] == len(self.side.table), "an entry is being written for ever"
+        idle = [
+            entry.is_idle for entry in self.side.table._entries.values()
+        ]  # resident, or the first of two parts
+        assert all(idle), "an entry is being written for ever"
         self.side.table.check()
 
     def close(self) -> None:

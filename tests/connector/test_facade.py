@@ -102,7 +102,7 @@ def test_a_claim_that_vllm_does_not_schedule_fails(
 
 @pytest.mark.parametrize(
     "method",
-    ["_build_injection", "_follow_blocks", "_build_capture", "_take_broken_blocks", "take_freed_pages"],
+    ["_build_injection", "_follow_blocks", "_build_captures", "_take_broken_blocks", "take_freed_pages"],
 )
 def test_building_orders_fails(engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """Whenever it fails: what was claimed in this step is failed, and what it captures is given up."""

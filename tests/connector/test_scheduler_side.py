@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from symbolic_engine import BLOCK_SIZE, SymbolicEngine, key_of, segment
 
+from inferscale.connector.messages import StepOrders
 from inferscale.plan import Order, Span, cache_salt
 
 Make = Callable[..., SymbolicEngine]
@@ -143,6 +144,89 @@ def test_no_room_is_counted_and_breaks_nothing(make_engine: Make, runner: str) -
     engine.check_idle()
 
 
+# two captures of one segment ------------------------------------------------------------------
+
+
+def encode_part(engine: SymbolicEngine, name: str, part: int, before: list[int], fact: list[int]) -> None:
+    """Capture `fact` behind `before` as the first or the second part of one key."""
+    prompt = [3, *before, *fact]
+    span = Span(key_of(fact), len(prompt) - len(fact), len(prompt), part=part)
+    engine.add(name, prompt, engine.plan(captures=(span,)))
+
+
+def test_a_segment_is_there_once_both_of_its_parts_are(engine: SymbolicEngine) -> None:
+    encode_part(engine, "first", 1, OTHER, FACT)
+    engine.run()
+    table = engine.side.table
+    assert engine.outcomes["first"]["captured"] == 1
+    assert not table.is_resident(key_of(FACT))
+    assert engine.side.counters.captures == 0
+    encode_part(engine, "second", 2, THIRD, FACT)
+    engine.run()
+    assert engine.outcomes["second"]["captured"] == 1
+    assert table.is_resident(key_of(FACT))
+    assert engine.side.counters.captures == 1
+    row = int(table.get(key_of(FACT)).rows[0])
+    assert engine.worker.pool[row].position == 1 + len(THIRD), "where the second one stood"
+    engine.chat("c", FACT + QUESTION, FACT)
+    engine.run()
+    engine.check_idle()
+
+
+def test_both_parts_in_flight_at_once(make_engine: Make, runner: str, depth: int) -> None:
+    engine = make_engine(runner=runner, depth=depth)
+    encode_part(engine, "first", 1, OTHER, FACT)
+    encode_part(engine, "second", 2, THIRD, FACT)
+    engine.run()
+    assert engine.side.table.is_resident(key_of(FACT))
+    assert (engine.side.counters.captures, engine.side.counters.captures_without_first) == (1, 0)
+    engine.check_idle()
+
+
+def test_a_second_part_alone_is_not_captured(engine: SymbolicEngine) -> None:
+    encode_part(engine, "second", 2, THIRD, FACT)
+    engine.run()
+    assert engine.outcomes["second"]["captured"] == 0
+    assert engine.side.counters.captures_without_first == 1
+    assert not engine.side.table.holds(key_of(FACT))
+    engine.check_idle()
+
+
+def test_a_first_part_makes_room_for_others(make_engine: Make, runner: str) -> None:
+    engine = make_engine(runner=runner, pool_pages=9)
+    encode_part(engine, "first", 1, OTHER, FACT)
+    engine.run()
+    remember(engine, OTHER)
+    assert engine.side.table.is_resident(key_of(OTHER))
+    encode_part(engine, "second", 2, THIRD, FACT)
+    engine.run()
+    assert engine.outcomes["second"]["captured"] == 0
+    engine.check_idle()
+
+
+def test_forgotten_between_its_parts(engine: SymbolicEngine) -> None:
+    encode_part(engine, "first", 1, OTHER, FACT)
+    engine.run()
+    engine.order("o", Order("forget", (key_of(FACT),)))
+    engine.run()
+    assert not engine.side.table.holds(key_of(FACT))
+    encode_part(engine, "second", 2, THIRD, FACT)
+    engine.run()
+    assert not engine.side.table.is_resident(key_of(FACT))
+    engine.check_idle()
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+def test_a_part_that_fails_leaves_nothing(engine: SymbolicEngine, failing: int) -> None:
+    for part, before in ((1, OTHER), (2, THIRD)):
+        engine.worker.failing_captures = part == failing
+        encode_part(engine, f"part{part}", part, before, FACT)
+        engine.run()
+    assert not engine.side.table.holds(key_of(FACT))
+    assert engine.side.table.num_free_pages == engine.side.table.num_pages
+    engine.check_idle()
+
+
 @pytest.mark.parametrize("span", [(0, 0), (5, 3), (-1, 4), (0, 99), (40, 41)])
 def test_spans_outside_the_prompt_are_ignored(engine: SymbolicEngine, span: tuple[int, int]) -> None:
     plan = engine.plan(captures=(Span("key", *span),))
@@ -150,6 +234,30 @@ def test_spans_outside_the_prompt_are_ignored(engine: SymbolicEngine, span: tupl
     engine.run()
     assert len(engine.side.table) == 0
     engine.check_idle()
+
+
+def test_a_misplaced_capture_takes_its_own_slots_and_notes_a_wrong_place(
+    engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For the self-check. The run that is noted wrongly comes second: its tokens are the same."""
+    noted = []
+    build = engine.side.build_orders
+
+    def build_orders(output: Any) -> StepOrders:
+        orders = build(output)
+        if orders.capture is not None:
+            noted.append(orders.capture.expand(BLOCK_SIZE))
+            orders.capture = None  # the engine of these tests would complain
+        return orders
+
+    monkeypatch.setattr(engine.side, "build_orders", build_orders)
+    engine.add("e", [3, *FACT], engine.plan(captures=(Span("right", 1, 31), Span("wrong", 1, 31, 2))))
+    engine.run()
+    [(rows, slots, positions)] = noted
+    assert len(set(rows.tolist())) == 60
+    assert slots[:30].tolist() == slots[30:].tolist()
+    assert positions[:30].tolist() == list(range(1, 31))
+    assert positions[30:].tolist() == list(range(1 + 2 * BLOCK_SIZE, 31 + 2 * BLOCK_SIZE))
 
 
 # injection ------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def add_something(engine: SymbolicEngine, rng: random.Random, number: int, epoch
             prompt += fact
         if rng.random() < 0.3:
             prompt.append(5)
-        engine.encode(name, prompt, *spans, epoch=epoch)
+        engine.encode(name, prompt, *spans, epoch=epoch, part=rng.choice((0, 0, 1, 2)))
     elif what < 0.9:
         start = SYSTEM if rng.random() < 0.5 else []
         prompt = list(start)

@@ -278,3 +278,42 @@ def test_the_start_says_how_memory_is_divided(caplog: pytest.LogCaptureFixture) 
     assert f"{SLOTS} tokens" in line
     assert f"{len(side.slab.data)} tokens" in line
     assert "facts of 30 tokens" in line
+
+
+@pytest.mark.parametrize("pool_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_second_capture_leaves_the_mean_of_both(name: str, dtype: torch.dtype, pool_dtype: str) -> None:
+    dim = 32 if pool_dtype == "int8" else DIM
+    layers = [LAYOUTS[name](BLOCKS, BLOCK, HEADS, dim, dtype) for _ in range(3)]
+    side = make_worker(layers, pool_size_bytes=2**18, pool_dtype=pool_dtype)
+    side.averager._rows_per_piece = 5  # several pieces, the last one short
+    rows = np.array([5, 6, 7, 40, 41, 42, 43, 0, 1, 2, 3, 9])
+    for number, layer in enumerate(layers):
+        movement._write_random(layer, SLOTS, seed=number)
+    at_first, at_second = 40 * BLOCK, 2 * BLOCK
+    side.after_forward(StepOrders(step=1, capture=single_run(rows, at_first, [0] * 40 + [1, 2, 3], BLOCK)))
+    side.after_forward(StepOrders(step=2, averaging=single_run(rows, at_second, [0] * 2 + [6, 7, 8], BLOCK)))
+    report = side.take_report()
+    assert report is not None
+    assert report.failed_captures == set()
+    assert side.slab.origins[torch.from_numpy(rows)].tolist() == list(range(at_second, at_second + 12))
+    expected = []
+    for index in range(3):
+        (first, values), (second, others) = read(side, index, FIRST), read(side, index, LAST)
+        moved = relocate(first.float(), torch.full((12,), at_second - at_first), side.rotary)
+        expected.append(((moved + second.float()) / 2, (values.float() + others.float()) / 2))
+    # Injected at the place of the second capture, where nothing turns.
+    side.before_forward(StepOrders(injection=single_run(rows, at_second, [0] * 2 + [1, 2, 3], BLOCK)))
+    tolerance = 0.03 if pool_dtype == "int8" else 1e-6 if dtype == torch.float32 else 0.01
+    for index in range(3):
+        for found, wanted in zip(read(side, index, FIRST), expected[index], strict=True):
+            torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def test_a_failed_mean_is_reported() -> None:
+    side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
+    side.after_forward(StepOrders(step=1, averaging=single_run(np.array([10**9]), 0, [0], BLOCK)))
+    report = side.take_report()
+    assert report is not None
+    assert report.failed_captures == {1}

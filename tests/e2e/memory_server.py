@@ -104,11 +104,12 @@ def serving(
     environment: Mapping[str, str] | None = None,
     arguments: Sequence[str] = (),
 ) -> Iterator[MemoryServer]:
-    """flags: of `inferscale serve` and of vLLM. folder: for its memory and its log."""
+    """flags: of `inferscale serve` and of vLLM. folder: for its memory and its log. Chats recompute no facts,
+    so that memories of one fact are injected as well, unless a flag or the chat says more."""
     port = free_port()
     command = [sys.executable, "-m", "inferscale.cli", "serve", str(model), "--served-model-name", MODEL]
     command += ["--port", str(port), "--max-model-len", "2048", "--data-dir", str(folder / "memory")]
-    command += ["--embedder-device", "cpu", *flags, *arguments]
+    command += ["--embedder-device", "cpu", "--tail", "0", *flags, *arguments]
     log_path = folder / "server.log"
     variables = {
         **os.environ,

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from harness.mixes import Author, Stored
-from harness.reference import largest_difference
+from harness.reference import KV, largest_difference
+from inferscale.plan import Span
 from inferscale.windows import WindowPolicy, alone, sliding, window
 
 pytestmark = pytest.mark.engine
@@ -73,3 +74,26 @@ def check(a: Author, facts: Sequence[Stored], baseline_lengths: Sequence[int]) -
     assert largest <= tolerance
     alone_kv = a.reference.encode(facts[-1].ids).numpy()
     assert largest_difference(alone_kv, facts[-1].kv.numpy()) > 1000 * tolerance  # the window matters
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+def test_a_segment_of_two_passes_is_the_mean_of_them(author: Callable[..., Author], model: str) -> None:
+    """Behind two windows of different lengths; then it is injected at a third place."""
+    a = author(model)
+    tolerance = 2 * a.kv_baseline([60, 200])
+    fact, windows = a.text(17), (a.text(30), a.text(131))
+    key = a.engine.key(windows[0], fact)
+    encoded = []
+    for part, before in enumerate(windows, start=1):
+        span = Span(key, len(before), len(before) + len(fact), part=part)
+        a.engine.ask([*before, *fact], a.engine.plan("encode", captures=(span,)))
+        assert a.engine.resident([key]) == [part == 2]
+        encoded.append(a.reference.encode([*before, *fact]).span(span.start, span.end))
+    moved = a.reference.relocate(encoded[0], len(windows[1]) - len(windows[0]))
+    mean = KV((moved.keys + encoded[1].keys) / 2, (moved.values + encoded[1].values) / 2)
+    pooled = a.engine.pooled(key)
+    assert largest_difference(pooled, mean.numpy()) <= tolerance
+    assert largest_difference(pooled, encoded[1].numpy()) > 1000 * tolerance
+    stored = Stored(key, tuple(fact), len(windows[1]), mean)
+    parts = [stored, a.text(9)]
+    a.check(parts, a.ask(parts), 2 * a.baseline([60, 200]))

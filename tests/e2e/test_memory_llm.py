@@ -82,9 +82,10 @@ def llm(start: Callable[..., MemoryProcess]) -> MemoryProcess:
 
 
 def ask(llm: MemoryProcess, question: Any = QUESTION, **options: Any) -> tuple[ChatResult, Sent]:
-    """A short answer, and the request that it came from."""
+    """A short answer, and the request that it came from. Nothing is recomputed unless `options` say so."""
     llm.sent()
-    result: ChatResult = llm.chat(question, max_tokens=options.pop("max_tokens", 8), **options)
+    options = {"max_tokens": 8, "tail": 0, **options}
+    result: ChatResult = llm.chat(question, **options)
     [sent] = [one for one in llm.sent() if not one.captures]
     assert result.num_prompt_tokens == len(sent.token_ids)
     parts = result.num_injected_tokens + result.num_cached_tokens + result.num_prefilled_tokens
@@ -121,6 +122,13 @@ def test_facts_are_injected(llm: MemoryProcess) -> None:
     # Best fact last, and behind all facts the question.
     assert sent.text.index("walnuts") < sent.text.index("Oslo") < sent.text.index(QUESTION)
     assert_clean(llm)
+
+
+def test_the_start_checked_that_kv_can_be_moved(llm: MemoryProcess, folder: Path) -> None:
+    verdict = llm.verdict()
+    assert (verdict.state, verdict.is_new) == ("exact", True)
+    assert verdict.moved < verdict.allowed < verdict.wrong
+    assert (folder / "shared" / "self-check.json").is_file()
 
 
 def test_text_and_injection_have_the_same_prompt(llm: MemoryProcess) -> None:
@@ -174,6 +182,18 @@ def test_the_best_facts_are_prefilled_where_they_stand(llm: MemoryProcess, tail:
     assert all(sent.text.count(fact.text) == 1 for fact in facts)
 
 
+def test_by_default_the_best_fact_of_a_few_is_recomputed(llm: MemoryProcess) -> None:
+    """At most a tenth of the facts' tokens, and one fact at least."""
+    llm.add(said("default"), user_id="default")
+    result, sent = ask(llm, user_id="default", tail=None)
+    expected = len(llm.anchor()) + sum(llm.num_tokens([hit.fact for hit in result.hits[1:]]))
+    assert (result.num_injected_tokens, result.num_missing_tokens) == (expected, 0)
+    _, as_text = ask(llm, user_id="default", tail=None, mode="text")
+    assert as_text.token_ids == sent.token_ids
+    lone, _ = ask(llm, user_id="default", tail=None, top_k=1)
+    assert (lone.num_injected_tokens, lone.reason) == (0, "all facts found are recomputed (tail)")
+
+
 def test_other_scopes_are_not_seen(llm: MemoryProcess) -> None:
     llm.add("My sister Ines lives in Rome.", user_id="scope a")
     llm.add("My sister Ines lives in Lima.", user_id="scope b", run_id="1")
@@ -195,8 +215,8 @@ def test_earlier_turns_stand_between_facts_and_question(llm: MemoryProcess) -> N
         {"role": "assistant", "content": "Take an umbrella."},
         {"role": "user", "content": QUESTION},
     ]
-    result, sent = ask(llm, turns, user_id="history")
-    assert (result.num_missing_tokens, sent.segments) == (0, 7)
+    result, sent = ask(llm, turns, user_id="history", tail=None)
+    assert (result.num_missing_tokens, sent.segments) == (0, 7), "by default nothing is recomputed"
     places = [sent.text.index(text) for text in ("Oslo", "it rains", "umbrella", QUESTION)]
     assert places == sorted(places)
     _, other = ask(llm, turns, user_id="history", mode="text")
@@ -211,12 +231,12 @@ def test_a_system_message_is_encoded_once_and_injected_from_then_on(llm: MemoryP
     ]
     llm.sent()
     before = llm.stats()["captures"]
-    first = llm.chat(messages, user_id="head", max_tokens=4)
+    first = llm.chat(messages, user_id="head", tail=0, max_tokens=4)
     assert [one.captures for one in llm.sent()] == [1, 0]
     llm.add(said("head of another"), user_id="head of another")
     assert llm.stats()["captures"] == before + 1 + 6
     llm.sent()
-    second = llm.chat(messages, user_id="head of another", max_tokens=4)
+    second = llm.chat(messages, user_id="head of another", tail=0, max_tokens=4)
     assert [one.captures for one in llm.sent()] == [0]
     for result in (first, second):
         assert result.num_missing_tokens == 0
@@ -593,6 +613,35 @@ def test_a_conversation_becomes_facts_or_stays_as_it_was_said(llm: MemoryProcess
     assert {event.id for event in added.events} >= {fact.id for fact in added}
     assert llm.resident(added) == [True] * len(added)
     assert_clean(llm)
+
+
+def test_where_moved_kv_is_not_what_text_is_nothing_is_injected(llm: MemoryProcess) -> None:
+    """The facts stay, and are injected again once the check passes."""
+    facts = llm.add(said("refused"), user_id="refused")
+    before, _ = ask(llm, user_id="refused")
+    assert before.num_injected_tokens
+    try:
+        verdict = llm.check_again(0.0)
+        assert verdict.is_refusal
+        assert "injection is refused" in llm.log
+        llm.sent()
+        [new] = llm.add("Ben bought a canoe.", user_id="refused")
+        assert not llm.sent(), "nothing is encoded"
+        assert llm.warm(user_id="refused").jobs == 0
+        refused, sent = ask(llm, user_id="refused")
+        assert (refused.mode, refused.num_injected_tokens) == ("text", 0)
+        assert refused.reason == verdict.refusal
+        assert sent.segments == 0
+        assert SPOKEN[0][1] in sent.text
+        text, _ = ask(llm, user_id="refused", mode="text")
+        assert (refused.text, text.reason) == (text.text, None)
+    finally:
+        assert llm.check_again(1.0).state == "exact"
+    llm.warm(user_id="refused")
+    again, _ = ask(llm, user_id="refused")
+    assert llm.resident([*facts, new]) == [True] * 7
+    assert (again.mode, again.reason) == ("inject", None)
+    assert again.num_injected_tokens
 
 
 def test_warm_names_an_unknown_scope(llm: MemoryProcess) -> None:

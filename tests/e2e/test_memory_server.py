@@ -218,6 +218,10 @@ def test_injected_and_text_memory_answer_alike(server: MemoryServer) -> None:
     assert (use["missing_tokens"], use["left_out"], use["reason"]) == (0, 0, None)
     assert {fact["text"] for fact in use["facts"]} >= {OSLO}
     assert (text["memory"]["injected_tokens"], none["memory"]["facts"]) == (0, [])
+    recomputed = ask(server, "alike", tail="5,10%")
+    assert recomputed["usage"]["prompt_tokens"] == text["usage"]["prompt_tokens"]
+    assert 0 < recomputed["memory"]["injected_tokens"] < use["injected_tokens"] - 8, "less the best fact"
+    assert recomputed["memory"]["missing_tokens"] == 0
     assert none["usage"]["prompt_tokens"] < text["usage"]["prompt_tokens"]
     assert "inferscale" not in json.dumps(injected.get("kv_transfer_params") or {})
 
@@ -300,7 +304,7 @@ def test_everything_of_vllm_goes_on(server: MemoryServer) -> None:
         ({"user_id": "x", "mode": "fast"}, "allowed are inject, text, none"),
         ({"user_id": "x", "top_k": -1}, "whole numbers from 0"),
         ({"user_id": "x", "top_k": True}, "whole numbers from 0"),
-        ({"user_id": "x", "tail": "2"}, "whole numbers from 0"),
+        ({"user_id": "x", "tail": "5;2"}, "memory.tail is '5;2'; allowed are a whole number of facts"),
         ({"user_id": "x", "store": 1}, "allowed are true, false"),
         ({"user_id": "x", "userid": "y"}, "unknown fields"),
         ({"user_id": 7}, "must be text"),
@@ -373,6 +377,15 @@ def wait_for_facts(server: MemoryServer, user: str, num: int) -> list[str]:
     texts = [fact["text"] for fact in page["data"]]
     assert len(texts) == num
     return texts
+
+
+def test_the_start_checked_that_kv_can_be_moved(server: MemoryServer) -> None:
+    _, stats = server.call("GET", "/v1/memories/stats", key=OPERATOR)
+    assert stats["self_check"]["state"] == "exact"
+    assert "Self-check: KV can be moved in this model" in server.log()
+    assert (server.log_path.parent / "memory" / "self-check.json").is_file()
+    _, metrics = server.call("GET", "/metrics", key=OPERATOR)
+    assert "inferscale_injection_refused 0.0" in metrics
 
 
 def test_an_operator_switches_injection_off_and_on(server: MemoryServer) -> None:

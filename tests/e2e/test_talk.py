@@ -90,7 +90,7 @@ class Talk:
         """The next question, and its answer in the history."""
         self.messages.append({"role": "user", "content": question})
         prepared = self.planner.prepare(
-            self.planner.prompts.draft(self.messages), self.scope, 2, "inject", 0, 64
+            self.planner.prompts.draft(self.messages), self.scope, 2, "inject", None, 64
         )
         assert prepared.plan is not None
         answer = self.engine.ask(prepared.prompt.token_ids, prepared.plan, max_tokens=NUM_STEPS)

@@ -36,6 +36,7 @@ class Stub:
 
     keys: dict[str, bool] = field(default_factory=dict)
     injection: bool = True
+    self_check: str = "exact"
     injectable: bool = True
     """Of memories that are stored from now on; `warm` makes all of them so."""
     ttft_s: dict[str, float] = field(default_factory=lambda: {"inject": 0.02, "text": 0.15})
@@ -167,7 +168,7 @@ class MemoryApi:
         return 200, {
             "object": "memory.stats", "facts": len(memories), "injection": self.stub.injection,
             "injectable": num_injectable, "pending": self.stub.pending(),
-            "pool": pool, "counters": {},
+            "pool": pool, "counters": {}, "self_check": {"state": self.stub.self_check, "detail": "…"},
         }  # fmt: skip
 
     def post_warm(self, query: dict[str, str], body: Any) -> tuple[int, Any]:

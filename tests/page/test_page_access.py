@@ -47,6 +47,16 @@ def test_a_key_is_asked_for_and_kept_by_the_tab(stub: Stub, hands: Hands) -> Non
     assert hands.driver.execute_script("return sessionStorage.length") == 0
 
 
+def test_what_the_self_check_refused_cannot_be_switched_on(stub: Stub, hands: Hands) -> None:
+    stub.self_check, stub.injection = "refused", False
+    hands.open()
+    hands.sees("#injection-note", "The server's self-check refused injection for this model.")
+    assert not hands.one("#injection").is_enabled()
+    stub.self_check, stub.injection = "exact", True
+    hands.wait("the switch", lambda: hands.one("#injection").is_enabled())
+    assert hands.text("#injection-note") == ""
+
+
 def test_an_outage_is_told_and_its_end_noticed(stub: Stub, server: Running, hands: Hands) -> None:
     stub.store("My sister lives in Oslo.", user_id="ana")
     hands.open()

@@ -24,12 +24,14 @@ class Model:
         self.num_tokens = num_tokens
         self.owner = owner
         self.num_pages = -(-num_tokens // PAGE)
+        self.is_half = False
+        self.is_half_written = False
         self.is_resident = False
         self.is_dropped = False
 
     @property
     def is_evictable(self) -> bool:
-        return self.is_resident
+        return self.is_resident or (self.is_half and self.is_half_written)
 
 
 class PageTableMachine(RuleBasedStateMachine):
@@ -52,8 +54,9 @@ class PageTableMachine(RuleBasedStateMachine):
         key=st.sampled_from(KEYS),
         num_tokens=st.integers(1, NUM_PAGES * PAGE + 5),
         owner=st.sampled_from("xy"),
+        is_half=st.booleans(),
     )
-    def reserve(self, key: str, num_tokens: int, owner: str) -> None:
+    def reserve(self, key: str, num_tokens: int, owner: str, is_half: bool) -> None:
         if key in self.model:
             assert self.table.holds(key)
             return
@@ -62,7 +65,7 @@ class PageTableMachine(RuleBasedStateMachine):
         fits = needed <= self.free_pages() + evictable
         before = {key: held(self.table, key).pages.tolist() for key in self.model}
         assert self.table.can_reserve(num_tokens) == fits
-        entry = self.table.reserve(key, num_tokens, owner=owner)
+        entry = self.table.reserve(key, num_tokens, owner=owner, is_half=is_half)
         if not fits:
             assert entry is None
             assert before == {key: held(self.table, key).pages.tolist() for key in self.model}
@@ -81,15 +84,31 @@ class PageTableMachine(RuleBasedStateMachine):
             self.forget(victim)
             self.num_evicted += 1
         self.model[key] = Model(num_tokens, owner)
+        self.model[key].is_half = is_half
         assert (entry.num_tokens, entry.num_pages, len(entry.pages)) == (num_tokens, needed, needed)
 
     @rule(key=st.sampled_from(KEYS))
     def commit(self, key: str) -> None:
         self.table.commit(key)
-        if key in self.model:
+        if key in self.model and not self.model[key].is_half:
             self.model[key].is_resident = True
             if self.model[key].is_dropped:
                 self.forget(key)
+
+    @rule(key=st.sampled_from(KEYS))
+    def commit_half(self, key: str) -> None:
+        self.table.commit_half(key)
+        if key in self.model and self.model[key].is_half:
+            self.model[key].is_half_written = True
+            if self.model[key].is_dropped:
+                self.forget(key)
+
+    @rule(key=st.sampled_from(KEYS))
+    def resume(self, key: str) -> None:
+        entry = self.table.get(key)
+        if entry is not None and entry.is_half:
+            self.table.resume(entry)
+            self.model[key].is_half = False
 
     @rule(key=st.sampled_from(KEYS))
     def abandon(self, key: str) -> None:

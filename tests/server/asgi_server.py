@@ -17,6 +17,7 @@ from fakes import open_memory
 from inferscale.config import ServerConfig
 from inferscale.errors import UnknownFact, UnknownScope
 from inferscale.facts import Fact, Scope
+from inferscale.self_check import Verdict
 from inferscale.server import middleware
 from inferscale.server.gate import Gate
 from inferscale.server.keys import Caller, check_readable
@@ -161,6 +162,8 @@ class FakeService:
         self.front = SimpleNamespace(server=config)
         self.metrics = Metrics()
         self.injects = True
+        self.verdict = Verdict("exact")
+        self.num_checks = 0
         self.gate: Gate[None] = Gate(self._run)
         self.is_well = True
         self.fails_with: Exception | None = None
@@ -249,7 +252,8 @@ class FakeService:
     async def stats(self, caller: Caller, scope: Scope) -> Stats:
         if scope.is_empty():
             caller.check_operator()
-        return Stats(2, None if scope.is_empty() else 1, 0, self.injects, {"pages": 9, "captures": 4})
+        num_injectable = None if scope.is_empty() else 1
+        return Stats(2, num_injectable, 0, self.injects, {"pages": 9, "captures": 4}, self.verdict)
 
     async def is_healthy(self) -> bool:
         return self.is_well
@@ -258,6 +262,9 @@ class FakeService:
         self.log.append("observe")
 
     def load_embedder(self) -> None: ...
+
+    async def check(self) -> None:
+        self.num_checks += 1
 
     def begin(self) -> None: ...
 

@@ -100,6 +100,7 @@ def test_what_operators_see(server: FakeServer) -> None:
     assert stats == {
         "object": "memory.stats", "facts": 2, "injectable": None, "pending": 0, "injection": True,
         "pool": {"pages": 9}, "counters": {"captures": 4},
+        "self_check": {"state": "exact", "detail": str(server.service.verdict)},
     }  # fmt: skip
     assert server.ask("GET", f"{PATH}/stats?user_id=ana").json["injectable"] == 1
     for body in (None, {}, {"user_id": "ana"}):

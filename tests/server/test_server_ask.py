@@ -12,6 +12,7 @@ from inferscale.config import ServerConfig
 from inferscale.errors import InvalidInput
 from inferscale.facts import Scope
 from inferscale.server.ask import MemoryAsk, take_ask
+from inferscale.tail import NO_TAIL, Tail
 
 PLAIN, WITH_USER = ServerConfig(), ServerConfig(use_user_field=True, top_k=7)
 JSON = st.recursive(
@@ -29,8 +30,8 @@ def take(memory: Any, config: ServerConfig = PLAIN, **body: Any) -> MemoryAsk | 
 
 
 def test_defaults() -> None:
-    assert take({"user_id": "ana"}) == MemoryAsk(Scope("ana"), PLAIN.top_k, "inject", 0, False)
-    assert take({"user_id": "ana"}, WITH_USER) == MemoryAsk(Scope("ana"), 7, "inject", 0, False)
+    assert take({"user_id": "ana"}) == MemoryAsk(Scope("ana"), PLAIN.top_k, "inject", None, False)
+    assert take({"user_id": "ana"}, WITH_USER) == MemoryAsk(Scope("ana"), 7, "inject", None, False)
 
 
 def test_all_fields() -> None:
@@ -38,7 +39,29 @@ def test_all_fields() -> None:
         "user_id": "ana", "agent_id": "bot", "run_id": "1",
         "top_k": 0, "mode": "text", "tail": 1000, "store": True,
     }  # fmt: skip
-    assert take(memory) == MemoryAsk(Scope("ana", "bot", "1"), 0, "text", 1000, True)
+    assert take(memory) == MemoryAsk(Scope("ana", "bot", "1"), 0, "text", Tail(1000), True)
+
+
+@pytest.mark.parametrize(
+    ("given", "tail"), [(0, NO_TAIL), ("0", NO_TAIL), (5, Tail(5)), ("5, 10%", Tail(5, share=0.1))]
+)
+def test_a_tail(given: int | str, tail: Tail) -> None:
+    asked = take({"user_id": "ana", "tail": given})
+    assert asked is not None
+    assert asked.tail == tail
+
+
+def test_an_order() -> None:
+    for order in ("best-last", "chronological", "session"):
+        asked = take({"user_id": "ana", "order": order})
+        assert asked is not None
+        assert asked.order == order
+    asked = take({"user_id": "ana"})
+    assert asked is not None
+    assert asked.order is None
+    for value in ("best", "", None, 1, [], {}):
+        with pytest.raises(InvalidInput, match=r"memory.order is .*; allowed are best-last, chronological"):
+            take({"user_id": "x", "order": value})
 
 
 def test_facts_of_the_chat_are_to_be_stored() -> None:
@@ -61,7 +84,7 @@ def test_a_chat_without_memory(config: ServerConfig) -> None:
 def test_the_user_field() -> None:
     assert take_ask({"user": "ana"}, PLAIN) is None
     body = {"user": "ana", "model": "m"}
-    assert take_ask(body, WITH_USER) == MemoryAsk(Scope("ana"), 7, "inject", 0, False)
+    assert take_ask(body, WITH_USER) == MemoryAsk(Scope("ana"), 7, "inject", None, False)
     assert body == {"user": "ana", "model": "m"}, "it is vLLM's as well"
     assert take(None, WITH_USER, user="ana") == take({"user_id": "ana"}, WITH_USER)
     assert take({}, WITH_USER, user="ana") == take({"user_id": "ana"}, WITH_USER)
@@ -112,11 +135,16 @@ def test_refused(memory: Any, message: str) -> None:
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize("name", ["top_k", "tail"])
 @pytest.mark.parametrize("value", [-1, 1001, 10**30, 1.0, 1.5, "1", True, None, [], float("nan")])
-def test_numbers_that_are_refused(name: str, value: Any) -> None:
-    with pytest.raises(InvalidInput, match=f"memory.{name} is .*; allowed are whole numbers from 0 to 1000"):
-        take({"user_id": "x", name: value})
+def test_numbers_that_are_refused(value: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"memory.top_k is .*; allowed are whole numbers from 0 to 1000"):
+        take({"user_id": "x", "top_k": value})
+
+
+@pytest.mark.parametrize("value", [-1, 10**30, 1.0, "x", "5;5", "101%", True, None, [], float("nan")])
+def test_tails_that_are_refused(value: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"memory.tail is .*; allowed are a whole number of facts"):
+        take({"user_id": "x", "tail": value})
 
 
 @settings(deadline=None)

@@ -107,7 +107,7 @@ def test_a_pass_runs_in_parts_of_whole_blocks_beside_chats(
     async def test(parts: Parts) -> None:
         [job] = parts.encoder.new_jobs(ANA)
         with parts.encoding.gate.chatting():
-            await parts.encoding._encode(job)
+            await parts.encoding._encode((job,))
         *before, last = parts.engine.ran
         assert last == len(job.token_ids)
         assert before == [end for end in range(128, last, 128) if end > job.captures[0].end]
@@ -132,7 +132,7 @@ def test_a_pass_ends_where_its_facts_were_deleted_between_two_parts(
 
         parts.engine.run = run_and_delete  # type: ignore[method-assign]
         with parts.encoding.gate.chatting():
-            await parts.encoding._encode(job)
+            await parts.encoding._encode((job,))
         [num_tokens] = parts.engine.ran
         assert num_tokens < len(job.token_ids)
 

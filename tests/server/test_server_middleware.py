@@ -379,6 +379,7 @@ def live(app: Any, *events: str) -> list[Any]:
 
 def test_a_server_starts_with_its_memory_and_closes_it(server: FakeServer) -> None:
     app = MemoryMiddleware(server.vllm)
+    num_checks = server.service.num_checks
     sent = live(app)
     assert [message["type"] for message in sent] == [
         "lifespan.startup.complete",
@@ -386,6 +387,7 @@ def test_a_server_starts_with_its_memory_and_closes_it(server: FakeServer) -> No
     ]
     assert app.service is server.service  # type: ignore[comparison-overlap]
     assert server.service.log == ["close"]
+    assert server.service.num_checks == num_checks + 1
 
 
 def test_a_start_that_fails_says_why(

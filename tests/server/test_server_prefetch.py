@@ -246,9 +246,9 @@ def test_searches_and_chats_of_the_service(memory: Memory) -> None:
         hits = await service.search(OPERATOR, ANA, "one", 1)
         assert asked() == [(ANA, [hits[0][0].fact.id])]
         draft = parts.prompts.draft([{"role": "user", "content": "one?"}])
-        await service.prepare(draft, OPERATOR, ANA, 1, "inject", 0, 16)
+        await service.prepare(draft, OPERATOR, ANA, 1, "inject", None, 16)
         assert asked() == [(ANA, [])]
-        await service.prepare(draft, OPERATOR, ANA, 1, "text", 0, 16)
+        await service.prepare(draft, OPERATOR, ANA, 1, "text", None, 16)
         service.injects = False
         await service.search(OPERATOR, ANA, "one", 1)
         assert asked() == []

@@ -40,7 +40,7 @@ def test_what_expired_is_deleted_and_forgotten_once(tmp_path: Path, monkeypatch:
         draft = prompts.draft([{"role": "user", "content": "Where is Ana?"}])
         for find in (
             lambda: service.search(OPERATOR, Scope("ana"), "rome", 5),
-            lambda: service.prepare(draft, OPERATOR, Scope("ana"), 5, "inject", 0, 16),
+            lambda: service.prepare(draft, OPERATOR, Scope("ana"), 5, "inject", None, 16),
         ):
             memory.add("Ana is in Rome.", user_id="ana", expires_at=time.time() + 9)
             [goes] = memory.catalog.unencoded(encoder.encodings_of, Scope("ana"))[-1:]

@@ -16,6 +16,7 @@ from inferscale.bench.load import SAMPLING
 from inferscale.bench.workload import Asked
 from inferscale.errors import EngineError, InvalidInput
 from inferscale.offline import Generation, GenerationRequest
+from inferscale.tail import NO_TAIL, Tail
 
 
 class TokenCounts(NamedTuple):
@@ -83,7 +84,9 @@ def checked_counts(
     return counts
 
 
-def new_run(bench: str, engine: BenchEngine, encoding: Encoding, out: Path | None, tail: int = 0) -> BenchRun:
+def new_run(
+    bench: str, engine: BenchEngine, encoding: Encoding, out: Path | None, tail: Tail = NO_TAIL
+) -> BenchRun:
     """A run whose rows say how the engine was started, what the baseline is, and what the workload was."""
     settings = engine.describe()
     baseline = (
@@ -95,7 +98,7 @@ def new_run(bench: str, engine: BenchEngine, encoding: Encoding, out: Path | Non
         **settings,
         "baseline": baseline,
         "policy": str(encoding.policy),
-        "tail": tail,
+        "tail": str(tail),
         **encoding.workload.describe(),
     }
     return BenchRun(bench, engine.spec.name, out, config)

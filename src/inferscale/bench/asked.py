@@ -1,7 +1,7 @@
 """Questions of a conversation as prompts, the way `MemoryLLM` makes them, in every mode on one engine.
 
 All modes have the same facts in the same order from the same retriever: the default one, asked for the
-question alone. Prompts of mode `text` are those of every policy, token by token.
+question alone. Prompts of mode `text` are those of every policy with the same arrangement, token by token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from inferscale.bench.engine import BenchEngine, EngineSpec
 from inferscale.bench.harness import Say
-from inferscale.bench.policies import Policy
+from inferscale.bench.policies import USUAL, Arrangement, Policy
 from inferscale.bench.questions import GoldConversation, GoldQuestion
 from inferscale.bench.workload import Ids
 from inferscale.chat_plan import ChatPlanner, Mode, Residents
@@ -82,8 +82,8 @@ class Passes(NamedTuple):
 
     @property
     def cost(self) -> EncodeCost:
-        """Of the facts' passes, as if each computed all of its tokens."""
-        of_facts = [job for job in self.jobs if job.num_fact_tokens]
+        """Of the facts' passes, as if each computed all of its tokens; of a mixed one both directions."""
+        of_facts = [job for job in self.jobs if job.num_fact_tokens or job.part]
         return EncodeCost(
             sum(len(job.token_ids) for job in of_facts), sum(job.num_fact_tokens for job in of_facts)
         )
@@ -176,9 +176,9 @@ class AskedConversation:
         self._passes: dict[WindowPolicy, Passes] = {}
         self._encoded: Passes | None = None
 
-    def plain(self, mode: Mode, k: int | None = None) -> AskedCases:
+    def plain(self, mode: Mode, k: int | None = None, arrangement: Arrangement = USUAL) -> AskedCases:
         """All questions without injection: mode `none` or `text`. k: facts in a prompt, all k by default."""
-        policy = Policy(Policy.default().window)
+        policy = Policy(Policy.default().window, arrangement.tail, arrangement.order)
         return AskedCases(self._cases(self._encoder(policy), mode, policy, k), None)
 
     def injected(self, policy: Policy, k: int | None = None) -> AskedCases:
@@ -243,7 +243,9 @@ class AskedConversation:
         said = f"{question.text}\n{told}" if told else question.text
         draft = self._prompts.draft([{"role": "user", "content": said}])
         draft.question = question.text
-        prepared = planner.prepare(draft, _SCOPE, k, mode, policy.tail, room, caller_salt=str(policy))
+        prepared = planner.prepare(
+            draft, _SCOPE, k, mode, policy.tail, room, caller_salt=str(policy), order=policy.order
+        )
         choice, plan = prepared.choice, prepared.plan
         if choice.num_left_out:
             raise InvalidInput(

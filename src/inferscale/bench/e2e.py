@@ -71,6 +71,7 @@ def measure_e2e(
             "conversation": conversation.name,
             "turns": len(conversation.turns),
             "policy": str(llm.encoder.policy),
+            "tail": str(options.tail),
             "baseline": "mode none of the same command: the same questions without memory, in turn",
         }
         say(f"Encoding {len(conversation.turns)} turns …")
@@ -101,7 +102,7 @@ def _measure_device(
         question = conversation.questions[number % len(conversation.questions)]
         modes = ("inject", "none") if number % 2 else ("none", "inject")
         for mode in modes:
-            result = _ask(llm, question, mode, options.k)
+            result = _ask(llm, question, mode, options)
             if number >= _WARM_UPS:
                 results[mode].append(result)
     config = {
@@ -122,12 +123,22 @@ def _measure_device(
     say(f"k={options.k}, embedder on {device}: memory adds {np.median(added):.1f} ms to the first token.")
 
 
-def _ask(llm: MemoryLLM, question: str, mode: Any, k: int) -> ChatResult:
+def _ask(llm: MemoryLLM, question: str, mode: Any, options: E2eOptions) -> ChatResult:
     llm.engine.reset_prefix_cache()
     result = llm.chat(
-        question, user_id=_USER, top_k=k, mode=mode, max_tokens=1, sampling={"detokenize": False}
+        question,
+        user_id=_USER,
+        top_k=options.k,
+        mode=mode,
+        tail=options.tail,
+        max_tokens=1,
+        sampling={"detokenize": False},
     )
-    if mode == "inject" and k and (result.num_missing_tokens or result.num_left_out or not result.hits):
+    if (
+        mode == "inject"
+        and options.k
+        and (result.num_missing_tokens or result.num_left_out or not result.hits)
+    ):
         raise EngineError(
             f"Of the facts of a question {result.num_missing_tokens} tokens were not injected and "
             f"{result.num_left_out} facts left out ({result.reason or 'not all is in the pool'}); raise "

@@ -1,13 +1,14 @@
 """`inferscale bench encode`: how fast facts become KV in the pool, and the passes of a workload.
 
-A pass is *head · window · facts* (see `windows`); all are handed to the engine with many in flight,
-so that its scheduler fills every step. The baseline computes the same passes without keeping anything.
+A pass is *head · window · facts*, or a mixed one (see `windows`); all are handed to the engine with many in
+flight, so that its scheduler fills every step. The baseline computes the same passes and keeps nothing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from inferscale.bench.engine import BenchEngine
@@ -17,8 +18,9 @@ from inferscale.bench.options import EncodeOptions
 from inferscale.bench.workload import Asked, Ids, Workload
 from inferscale.errors import EngineError
 from inferscale.offline import GenerationRequest
+from inferscale.pass_runs import pass_runs
 from inferscale.plan import Order, Plan, Segment, Span, scope_digest, segment_key
-from inferscale.windows import WindowPolicy, pass_tokens, plan_passes
+from inferscale.windows import EncodePass, WindowPolicy, mixed_groups, plan_passes, split_group
 
 _IN_FLIGHT = 256
 _KEYS_AT_ONCE = 2000
@@ -32,8 +34,13 @@ class EncodeJob(NamedTuple):
     captures: tuple[Span, ...]
 
     @property
+    def stored(self) -> list[Span]:
+        """The facts that can be used once it has run: not those of a mixed pass's first direction."""
+        return [span for span in self.captures[1:] if span.part != 1]
+
+    @property
     def num_fact_tokens(self) -> int:
-        return sum(span.end - span.start for span in self.captures[1:])
+        return sum(span.end - span.start for span in self.stored)
 
 
 class EncodeCost(NamedTuple):
@@ -57,7 +64,9 @@ class Encoding:
     def __init__(self, workload: Workload, model: str, policy: WindowPolicy, max_tokens: int) -> None:
         self.workload = workload
         self.model = model
-        self.policy = policy
+        # As the memory does: for mixed passes there are enough facts, or it makes none.
+        is_mixed = 0 < policy.mixed <= 2 * workload.num_facts
+        self.policy = policy if is_mixed else replace(policy, mixed=0)
         self.max_tokens = max_tokens
         self.head_key = segment_key(model, (), workload.head)
         self._keys: dict[int, dict[int, str]] = {}
@@ -65,23 +74,31 @@ class Encoding:
     def jobs(self, user: int) -> list[EncodeJob]:
         """The passes that capture all facts of a user, and the head."""
         head, facts = self.workload.head, self.workload.facts(user)
-        passes = plan_passes(
-            [len(ids) for ids in facts],
-            [True] * len(facts),
-            self.policy,
-            anchor_tokens=len(head),
-            max_tokens=self.max_tokens,
-        )
         jobs = []
         keys = self._keys.setdefault(user, {})
-        for encode_pass in passes:
-            tokens = pass_tokens(head, facts, encode_pass)
-            captures = [Span(self.head_key, 0, len(head))]
-            for item, start, end in tokens.spans:
-                keys[item] = segment_key(self.model, tokens.token_ids[:start], tokens.token_ids[start:end])
-                captures.append(Span(keys[item], start, end))
-            jobs.append(EncodeJob(user, tokens.token_ids, tuple(captures)))
+        for encode_pass in self._passes([len(ids) for ids in facts], facts):
+            items = encode_pass.items
+            num_window, directions = len(encode_pass.window), 2 if self.policy.mixed else 1
+            runs = pass_runs(self.model, head, [facts[item] for item in items], num_window, directions)
+            for item, span in zip(items[num_window:], runs[0].captures, strict=True):
+                keys[item] = span.key
+            for run in runs:
+                captures = (Span(self.head_key, 0, len(head)), *run.captures)
+                jobs.append(EncodeJob(user, run.token_ids, captures))
         return jobs
+
+    def _passes(self, lengths: Sequence[int], facts: Sequence[Ids]) -> list[EncodePass]:
+        anchor = len(self.workload.head)
+        if not self.policy.mixed:
+            needs = [True] * len(facts)
+            return plan_passes(lengths, needs, self.policy, anchor_tokens=anchor, max_tokens=self.max_tokens)
+        names = [" ".join(map(str, ids)) for ids in facts]
+        passes = []
+        for group in mixed_groups(names, self.policy.mixed):
+            for part in split_group([lengths[item] for item in group], self.max_tokens - anchor):
+                items = group[part.start : part.stop]
+                passes.append(EncodePass(items, items))
+        return passes
 
     def keys(self, user: int) -> dict[int, str]:
         """Fact → key; planned on first use."""
@@ -186,7 +203,7 @@ def _run(
             )
     return EncodeCost(
         len(jobs),
-        sum(len(job.captures) - 1 for job in jobs),
+        sum(len(job.stored) for job in jobs),
         sum(job.num_fact_tokens for job in jobs),
         sum(len(job.token_ids) for job in jobs),
         sum(len(one.request.token_ids) - one.generation.num_cached_tokens for one in served),

@@ -3,7 +3,7 @@
 Gold answers of LoCoMo are forced token by token (see `forced`) in the modes of `asked`:
 
     none     no memory
-    text     the facts are prefilled: the reference, for each tail that a policy has
+    text     the facts are prefilled: the reference, once for each arrangement of the facts
     inject   the same prompt, the facts' KV injected; once for each policy
 
 A question's NLL is the mean over the tokens of its answer (without the end of turn); a row has the mean over
@@ -43,7 +43,7 @@ from inferscale.bench.forced import (
 from inferscale.bench.harness import BenchRun, Row, Say
 from inferscale.bench.load import SAMPLING
 from inferscale.bench.options import FidelityOptions
-from inferscale.bench.policies import Policy
+from inferscale.bench.policies import USUAL, Arrangement, Policy
 from inferscale.bench.questions import GoldConversation, GoldQuestion, spread
 from inferscale.bench.reference import Check, add_reference_checks
 from inferscale.bench.score_cache import AnswerScore, ScoreCache, cache_key
@@ -53,22 +53,33 @@ from inferscale.config import RetrievalConfig
 from inferscale.offline import GenerationRequest
 from inferscale.prompt import PromptBuilder
 from inferscale.retrieval import Embedder, open_embedder
+from inferscale.tail import NO_TAIL, Tail
 
 
 class Arm(NamedTuple):
-    """One way to ask all questions. policy: of mode `inject`."""
+    """One way to ask all questions. policy: of mode `inject`. arrangement: of mode `text`; of mode `none`
+    that of the text which it is compared with."""
 
     mode: Mode
     policy: Policy | None = None
+    arrangement: Arrangement = USUAL
 
     @property
     def name(self) -> str:
-        return self.mode if self.policy is None else f"inject {self.policy}"
+        if self.policy is not None:
+            return f"inject {self.policy}"
+        is_plain = self.mode != "text" or self.arrangement == USUAL
+        return self.mode if is_plain else f"text {self.arrangement}"
 
     @property
-    def tail(self) -> int:
+    def reference(self) -> Arm:
+        """The same facts in the same places, prefilled."""
+        return Arm("text", None, self.arrangement if self.policy is None else self.policy.arrangement)
+
+    @property
+    def tail(self) -> Tail:
         """Facts that are recomputed."""
-        return 0 if self.policy is None else self.policy.tail
+        return NO_TAIL if self.policy is None else self.policy.tail
 
 
 @dataclass
@@ -86,7 +97,7 @@ class ArmResult:
 @dataclass
 class FidelityResults:
     """What was measured. questions: with the number of their conversation. arms: with a score for each
-    question. checks: what a reference shall compute as well: of `text` and of the first policy."""
+    question. checks: what a reference shall compute as well: of the first `text` and of the first policy."""
 
     questions: list[tuple[int, GoldQuestion]] = field(default_factory=list)
     arms: dict[Arm, ArmResult] = field(default_factory=dict)
@@ -94,8 +105,18 @@ class FidelityResults:
 
 
 def arms_of(policies: Sequence[Policy]) -> tuple[Arm, ...]:
-    """The reference, `none`, and the policies: the order in which they are measured."""
-    return (Arm("text"), Arm("none"), *(Arm("inject", policy) for policy in policies))
+    """The references, `none`, and the policies: the order in which they are measured. With `best-last` a
+    question alone has the same prompt whatever the tail, so one reference serves all of these."""
+    injected = [Arm("inject", policy) for policy in policies]
+    texts = list(dict.fromkeys(arm.reference for arm in injected))
+    return (*texts, Arm("none", None, texts[0].arrangement), *injected)
+
+
+def asked_by(asked: AskedConversation, arm: Arm, k: int | None = None) -> AskedCases:
+    """All questions in this way. k: facts in a prompt, all k by default."""
+    if arm.policy is not None:
+        return asked.injected(arm.policy, k)
+    return asked.plain(arm.mode, k, arm.arrangement)
 
 
 class FidelityMeasurement:
@@ -136,15 +157,16 @@ class FidelityMeasurement:
             instruction=options.instruction,
             embedder=self._embedder,
         ) as asked:
-            reference: _Reference | None = None
+            references: dict[Arm, _Reference] = {}
             for arm in self._arms:
-                cases = asked.plain(arm.mode) if arm.policy is None else asked.injected(arm.policy)
+                cases = asked_by(asked, arm)
+                reference = None if arm.mode == "text" else references[arm.reference]
                 if arm.mode == "inject":
                     assert reference is not None
                     check_same(reference.cases, cases.cases, conversation)
                 scores = self._scores(asked, arm, cases, reference)
                 if arm.mode == "text":
-                    reference = _Reference(cases.cases, scores)
+                    references[arm] = _Reference(cases.cases, scores)
                 self._note(arm, cases, scores)
                 if is_first:
                     self.results.arms[arm].ttfts_ms = self._timed(asked, cases)

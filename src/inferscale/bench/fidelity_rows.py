@@ -11,7 +11,7 @@ import numpy as np
 from inferscale.bench import paired
 from inferscale.bench.harness import BenchRun, Row
 from inferscale.bench.paired import Estimate
-from inferscale.bench.policies import Policy
+from inferscale.bench.policies import USUAL, Policy
 from inferscale.config import ServerConfig
 from inferscale.errors import InvalidInput
 
@@ -28,7 +28,6 @@ class FidelityRows:
         self._k = k
         self._pool_dtype = pool_dtype
         self._none = next(result for arm, result in results.arms.items() if arm.mode == "none")
-        self._text = next(result for arm, result in results.arms.items() if arm.mode == "text")
 
     def add_all(self) -> list[Row]:
         first = len(self._run.rows)
@@ -37,10 +36,11 @@ class FidelityRows:
         return self._run.rows[first:]
 
     def _add_arm(self, arm: Arm, result: ArmResult) -> None:
-        config: dict[str, Any] = {"tail": arm.tail}
+        config: dict[str, Any] = {"tail": str(arm.tail)}
         if arm.policy is not None:
             config["policy"] = str(arm.policy)
             config["default"] = self._is_default(arm.policy)
+        config |= compared_with(arm)
         nlls = [score.nll for score in result.scores]
         self._add("nll", "nats/token", paired.mean(nlls), arm, config, self._by_category(nlls))
         if result.ttfts_ms:
@@ -48,7 +48,7 @@ class FidelityRows:
         if arm.mode == "text":
             self._add_value("prompt_tokens", "tokens", _mean(result.prompt_tokens), arm, config)
             return
-        text = self._text
+        text = self._results.arms[arm.reference]
         kls = [score.kl for score in result.scores]
         missing = _mean([mass for score in result.scores for mass in score.missing])
         told = {**self._by_category(kls), "missing_probability": round(missing, 8)}
@@ -118,12 +118,21 @@ class FidelityRows:
         return policy == Policy.default() and self._k == ServerConfig().top_k and self._pool_dtype == "auto"
 
 
+def compared_with(arm: Arm) -> dict[str, str]:
+    """What rows say of the arrangement of the facts; nothing where it is the usual one."""
+    if arm.reference.arrangement == USUAL:
+        return {}
+    if arm.mode == "text":
+        return {"arrangement": str(arm.arrangement)}
+    return {"compared_with": arm.reference.name}
+
+
 def fidelity_table(rows: Sequence[Row]) -> str:
     """A Markdown table of one run: a line for each mode and policy."""
     arms: dict[tuple[str, str], dict[str, Row]] = {}
     for row in rows:
         config = row["config"]
-        name = config.get("policy") or ""
+        name = config.get("policy") or config.get("arrangement", "")
         arms.setdefault((str(row["mode"]), name), {})[row["metric"]] = row
     shown = [(name, cells) for name, cells in arms.items() if "nll" in cells]
     if not shown:

@@ -4,7 +4,7 @@ LoCoMo's questions (Maharana et al., 2024) are answered greedily in the modes of
 facts:
 
     none     no memory
-    text     the facts are prefilled: the reference
+    text     the facts are prefilled: the reference, once for each arrangement of the facts
     inject   the same prompt, the facts' KV injected; once for each policy
 
 The modes differ in nothing but where the facts' KV comes from (see `fidelity`). All questions of a
@@ -33,7 +33,7 @@ from inferscale.bench.asked import (
 )
 from inferscale.bench.engine import BenchEngine, EngineSpec
 from inferscale.bench.extracted import extract_facts
-from inferscale.bench.fidelity import Arm
+from inferscale.bench.fidelity import Arm, arms_of, asked_by
 from inferscale.bench.harness import BenchRun, Row, Say
 from inferscale.bench.judge import Judge
 from inferscale.bench.locomo_report import write_report
@@ -65,6 +65,11 @@ class Asked(NamedTuple):
 
     arm: Arm
     k: int
+
+    @property
+    def reference(self) -> Asked:
+        """The same facts in the same places, prefilled."""
+        return Asked(self.arm.reference, self.k)
 
 
 @dataclass
@@ -143,22 +148,21 @@ class LocomoMeasurement:
             embedder=self._embedder,
             max_tokens=options.max_tokens,
         ) as asked:
-            texts: dict[int, list[Case]] = {}
+            texts: dict[Asked, list[Case]] = {}
             for arm in self._arms:
                 found: list[tuple[Asked, list[Case]]] = []
                 passes: Passes | None = None
                 for k in options.ks if arm.mode != "none" else (0,):
-                    cases, passes = (
-                        asked.plain(arm.mode, k=k) if arm.policy is None else asked.injected(arm.policy, k)
-                    )
+                    cases, passes = asked_by(asked, arm, k)
                     if arm.mode == "text":
-                        texts[k] = cases
+                        texts[Asked(arm, k)] = cases
                     elif arm.mode == "inject":
-                        check_same(texts[k], cases, conversation)
+                        check_same(texts[Asked(arm, k).reference], cases, conversation)
                     found.append((Asked(arm, k), cases))
                 self._answer(asked, found, passes, conversation)
             for k in options.ks:
-                self.results.recalls.setdefault(k, []).extend(map(_recall, texts[k]))
+                found_by = texts[Asked(self._arms[0], k)]
+                self.results.recalls.setdefault(k, []).extend(map(_recall, found_by))
             asked.forget()
         self.results.questions += [(conversation.number, question) for question in questions]
 
@@ -270,12 +274,6 @@ class LocomoFiles(NamedTuple):
     out: Path | None = None
     cache: Path | None = None
     report: Path | None = None
-
-
-def arms_of(policies: Sequence[Policy]) -> tuple[Arm, ...]:
-    """The reference, `none`, and the policies: the order in which they are asked. A question alone has the
-    same prompt with and without a tail, so one reference serves all of them."""
-    return (Arm("text"), Arm("none"), *(Arm("inject", policy) for policy in policies))
 
 
 def asked_questions(conversation: GoldConversation, options: LocomoOptions) -> tuple[GoldQuestion, ...]:

@@ -54,7 +54,7 @@ class Table(NamedTuple):
 
 
 class _Way(NamedTuple):
-    """k, mode, and the policy."""
+    """k, mode, and the policy, or how the facts of mode text are arranged."""
 
     k: int
     mode: str
@@ -105,7 +105,8 @@ def _cells(rows: Sequence[Row]) -> _Cells:
         if row["bench"] != "locomo" or row["mode"] is None:
             continue
         config = row["config"]
-        cells.setdefault(_Way(row["k"], row["mode"], config.get("policy", "")), {})[row["metric"]] = row
+        name = config.get("policy", config.get("arrangement", ""))
+        cells.setdefault(_Way(row["k"], row["mode"], name), {})[row["metric"]] = row
     if not any("cut_answers" in found for found in cells.values()):
         raise InvalidInput("the run has no scored answers; it was cut off, so run it again.")
     return cells

@@ -12,6 +12,7 @@ import numpy as np
 
 from inferscale.bench import paired
 from inferscale.bench.answer_scores import bleu1, exact_match, resists, scored_gold, token_f1
+from inferscale.bench.fidelity_rows import compared_with
 from inferscale.bench.harness import BenchRun
 from inferscale.bench.judge import Judge, Judged, Progress
 from inferscale.bench.paired import Estimate
@@ -97,7 +98,7 @@ class LocomoRows:
         self._add(metric.name, paired.mean(metric.values), asked, {**told, **categories})
         if asked.arm.mode != "inject":
             return
-        reference = self._of_text(metrics, asked, metric.name)
+        (reference,) = (of.values for of in metrics[asked.reference] if of.name == metric.name)
         differences = [value - other for value, other in zip(metric.values, reference, strict=True)]
         more = {} if places is self._adversarial else self._by_category(differences, places)
         if metric.is_right:
@@ -109,18 +110,6 @@ class LocomoRows:
         difference = paired.mean_difference(metric.values, reference)
         self._add(f"delta_{metric.name}", difference, asked, {**told, **more})
 
-    def _of_text(
-        self, metrics: Mapping[Asked, Sequence[_Metric]], asked: Asked, name: str
-    ) -> Sequence[float]:
-        """Values of text with the same facts."""
-        (found,) = (
-            metric.values
-            for other, of in metrics.items()
-            for metric in of
-            if (other.arm.mode, other.k, metric.name) == ("text", asked.k, name)
-        )
-        return found
-
     def _add_costs(self, asked: Asked, result: AskedResult) -> None:
         told = self._told(asked)
         cut = [float(answer.is_cut) for answer in result.answers]
@@ -128,9 +117,7 @@ class LocomoRows:
         self._add_value("prompt_tokens", "tokens", float(np.mean(result.prompt_tokens)), asked, told)
         if asked.arm.mode != "inject":
             return
-        (text,) = (
-            other for way, other in self._results.asked.items() if (way.arm.mode, way.k) == ("text", asked.k)
-        )
+        text = self._results.asked[asked.reference]
         same = [a.text == b.text for a, b in zip(result.answers, text.answers, strict=True)]
         self._add_value("same_answers", "share", float(np.mean(same)), asked, told)
         prefilled = sum(result.prefilled_tokens)
@@ -160,10 +147,12 @@ class LocomoRows:
             )
 
     def _told(self, asked: Asked) -> dict[str, Any]:
-        config: dict[str, Any] = {"tail": asked.arm.tail}
+        config: dict[str, Any] = {"tail": str(asked.arm.tail)}
         if asked.arm.policy is not None:
             config["policy"] = str(asked.arm.policy)
             config["default"] = self._is_default(asked.arm, asked.k)
+        if asked.arm.mode != "none":
+            config |= compared_with(asked.arm)
         return config
 
     def _is_default(self, arm: Arm, k: int) -> bool:

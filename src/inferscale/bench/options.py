@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from inferscale.config import DEFAULT_TAIL
+from inferscale.tail import Tail
+
+_DEFAULT_TAIL = Tail.parse(DEFAULT_TAIL)
+
 
 @dataclass(frozen=True)
 class TtftOptions:
@@ -12,7 +17,7 @@ class TtftOptions:
 
     ks: tuple[int, ...] = (0, 5, 20, 50, 100)
     num_questions: int = 10
-    tail: int = 0
+    tail: Tail = _DEFAULT_TAIL
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class ThroughputOptions:
     output_tokens: int = 50
     rounds: int = 2
     repeats: int = 3
-    tail: int = 0
+    tail: Tail = _DEFAULT_TAIL
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,13 @@ class TiersOptions:
 
 @dataclass(frozen=True)
 class E2eOptions:
-    """What is measured. devices: where the embedder runs, measured one after the other."""
+    """What is measured. devices: where the embedder runs, measured one after the other. tail: best facts that
+    are recomputed."""
 
     k: int = 50
     num_questions: int = 20
     devices: tuple[str, ...] = ("cpu",)
+    tail: Tail = _DEFAULT_TAIL
 
 
 @dataclass(frozen=True)

@@ -1,50 +1,100 @@
 """Ways to get facts into a prompt by injection, which quality benchmarks compare. Light to import.
 
-sliding(20,20)+tail10      a window policy (see `windows`), and how many of the best facts are recomputed
+    mixed(60)+tail5,10%
+
+is a window policy (see `windows`) and what is behind each `+`: a suffix's name and its value, if it has one.
+
+    tail                    which of the best facts are recomputed (see `tail`); none without it
+    chronological, session  the order of the facts (see `fact_order`), without a value; best-last without it
 """
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, cast, get_args
 
-from inferscale.config import EncodingConfig
+from inferscale.config import DEFAULT_ORDER, DEFAULT_TAIL, EncodingConfig
 from inferscale.errors import InvalidInput
+from inferscale.fact_order import FactOrder
+from inferscale.tail import NO_TAIL, Tail
 from inferscale.windows import WindowPolicy, parse_policy
 
 _ANCHOR = "anchor"
+_BEST_LAST: FactOrder = "best-last"
+
+
+class Arrangement(NamedTuple):
+    """Which prompt the facts found make: in this order, those of the tail behind the others. With `best-last`
+    they stand there anyway, so no tail is named."""
+
+    order: FactOrder = _BEST_LAST
+    tail: Tail = NO_TAIL
+
+    def __str__(self) -> str:
+        return _suffixes(self.order, self.tail).removeprefix("+") or self.order
+
+
+USUAL = Arrangement()
+"""The best fact last."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """window: what facts are encoded behind. tail: so many of the best, which stand last, are prefilled."""
+    """window: what facts are encoded behind. tail: which of the best are prefilled, behind the others. order:
+    of the facts."""
 
     window: WindowPolicy
-    tail: int = 0
+    tail: Tail = NO_TAIL
+    order: FactOrder = _BEST_LAST
 
     def __str__(self) -> str:
-        """The form that `parse` reads."""
-        return f"{self.window}" + (f"+tail{self.tail}" if self.tail else "")
+        """The form that `parse` reads; one form for all policies that are equal, by which scores are kept."""
+        return f"{self.window}{_suffixes(self.order, self.tail)}"
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """Policies with the same one have the same prompts."""
+        return USUAL if self.order == _BEST_LAST else Arrangement(self.order, self.tail)
 
     @classmethod
     def default(cls) -> Policy:
-        """What memory does where nothing is set."""
+        """What memory does where nothing is set, with facts that it has many of."""
         encoding = EncodingConfig()
-        return cls(WindowPolicy(encoding.window, encoding.stride))
+        window = WindowPolicy(encoding.window, encoding.stride, encoding.mixed)
+        return cls(window, Tail.parse(DEFAULT_TAIL), DEFAULT_ORDER)
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """`alone`, `window(5)`, `sliding(20,20)+tail10`; `anchor` is another name of `alone`. Raises
-        InvalidInput."""
-        pattern = r"([^+]*?)(?:\s*\+\s*tail\s*(\d+))?"
-        match = re.fullmatch(pattern, text.strip(), flags=re.ASCII)
-        if match is None:
+        """`alone`, `sliding(20,20)`, `mixed(60)+tail5,10%+session`, …; `anchor` is another name of `alone`.
+        Raises InvalidInput."""
+        window, *suffixes = (part.strip() for part in text.split("+"))
+        orders = [suffix for suffix in suffixes if suffix in get_args(FactOrder)]
+        suffixes = [suffix for suffix in suffixes if suffix not in orders]
+        names = [next(filter(suffix.startswith, _SUFFIXES), "") for suffix in suffixes]
+        values = [suffix.removeprefix(name).strip() for name, suffix in zip(names, suffixes, strict=True)]
+        if not all(names) or not all(values) or len(set(names)) < len(names) or len(orders) > 1:
+            known = ", ".join(f"+{order}" for order in get_args(FactOrder))
             raise InvalidInput(
-                f"the policy is {text!r}; allowed is a window policy, and behind it '+tailN' for N "
-                "recomputed facts, for example 'sliding(20,20)+tail10'."
+                f"the policy is {text!r}; allowed is a window policy, and behind it, each once, "
+                f"{', '.join(f'+{name}' for name in _SUFFIXES)} with a value and one of {known}, for example "
+                f"{str(cls.default())!r}."
             )
-        window = "alone" if match[1] == _ANCHOR else match[1]
-        return cls(parse_policy(window), int(match[2] or 0))
+        chosen = cast(FactOrder, orders[0]) if orders else _BEST_LAST
+        policy = cls(parse_policy("alone" if window == _ANCHOR else window), order=chosen)
+        for name, value in zip(names, values, strict=True):
+            policy = _SUFFIXES[name](policy, value)
+        return policy
+
+
+_SUFFIXES: Mapping[str, Callable[[Policy, str], Policy]] = {
+    "tail": lambda policy, value: replace(policy, tail=Tail.parse(value, "the policy's tail")),
+}
+"""Name → the policy with this value, which raises InvalidInput."""
+
+
+def _suffixes(order: FactOrder, tail: Tail) -> str:
+    return ("" if tail.is_none else f"+tail{tail}") + ("" if order == _BEST_LAST else f"+{order}")
 
 
 def parse_policies(text: str) -> tuple[Policy, ...]:

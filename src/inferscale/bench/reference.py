@@ -2,7 +2,8 @@
 
 Nothing here is the engine's or the kernels': text is one forward pass on the CPU. For injected facts the
 encode passes are run as well, the facts' KV is cut out of them, keys are moved by a rotation that is written
-out here in float64, and the rest of the prompt is computed behind all of that.
+out here in float64, and the rest of the prompt is computed behind all of that. What two passes capture is the
+mean of both, once moved.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from inferscale.bench.asked import Case
 from inferscale.bench.harness import BenchRun
 from inferscale.bench.score_cache import AnswerScore
 from inferscale.encoder import EncodeJob
-from inferscale.plan import Plan
+from inferscale.plan import Plan, Span
 
 _HALF_SPLIT = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose rotary pairs are dimension i and i + half."""
@@ -70,24 +71,31 @@ class Reference:
         """A cache that holds the plan's segments where the prompt begins."""
         from transformers import DynamicCache
 
-        places = {span.key: (number, span) for number, job in enumerate(jobs) for span in job.captures}
+        places: dict[str, dict[int, tuple[int, Span]]] = {}
+        for number, job in enumerate(jobs):
+            for span in job.captures:
+                places.setdefault(span.key, {})[span.part] = (number, span)
         encoded: dict[int, _Layers] = {}
         parts: list[_Layers] = []
         at = 0
         for key, length in zip(plan.table.keys, plan.table.lengths, strict=True):
-            number, span = places[key]
-            if number not in encoded:
-                encoded[number] = self._encode(jobs[number].token_ids)
-            cut = [
-                (k[:, :, span.start : span.end], v[:, :, span.start : span.end]) for k, v in encoded[number]
-            ]
-            parts.append([(self._moved(k, at - span.start), v) for k, v in cut])
+            captured = []
+            for number, span in places[key].values():
+                if number not in encoded:
+                    encoded[number] = self._encode(jobs[number].token_ids)
+                captured.append(self._cut(encoded[number], span, at))
+            parts.append(_mean(captured))
             at += length
         cache = DynamicCache()
         for layer in range(len(parts[0])):
             keys, values = (torch.cat([part[layer][kind] for part in parts], dim=2) for kind in range(2))
             cache.update(keys, values, layer)
         return cache
+
+    def _cut(self, layers: _Layers, span: Span, at: int) -> _Layers:
+        """The KV of a span, moved to position `at`."""
+        cut = [(k[:, :, span.start : span.end], v[:, :, span.start : span.end]) for k, v in layers]
+        return [(self._moved(k, at - span.start), v) for k, v in cut]
 
     def _encode(self, ids: Sequence[int]) -> _Layers:
         cache = self._model(torch.tensor([list(ids)]), use_cache=True, logits_to_keep=1).past_key_values
@@ -101,6 +109,17 @@ class Reference:
         first, second, rest = exact[..., :num], exact[..., num : 2 * num], exact[..., 2 * num :]
         moved = torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
         return moved.to(torch.float32)
+
+
+def _mean(captured: Sequence[_Layers]) -> _Layers:
+    """Of each layer's keys and values in all of these."""
+    return [
+        (
+            torch.stack([keys for keys, _ in layer]).mean(0),
+            torch.stack([values for _, values in layer]).mean(0),
+        )
+        for layer in zip(*captured, strict=True)
+    ]
 
 
 def add_reference_checks(run: BenchRun, model: str, checks: Sequence[Check], k: int) -> None:

@@ -33,7 +33,7 @@ def ttft_table(rows: Sequence[Row]) -> str:
     lines += [
         "",
         f"Medians of {first['n']} questions, four modes in turn; ratios are paired, with the 95 % interval "
-        "of their median.",
+        f"of their median. Recomputed in inject: {first['config'].get('tail', 0)}.",
         _source(first),
     ]
     for row in rows:
@@ -80,7 +80,7 @@ def throughput_table(rows: Sequence[Row]) -> str:
             "",
             f"{config['users']} users at once, {config['users'] * config['rounds']} requests{load}, "
             f"k={first['k']}, {config['output_tokens']} output tokens, {first['n']} repeats of all modes in "
-            f"turn. Requests/s: {', '.join(ratios)}.",
+            f"turn. Requests/s: {', '.join(ratios)}. Recomputed in inject: {config.get('tail', 0)}.",
             _source(first),
         ]
     )

@@ -21,6 +21,7 @@ from inferscale.facts import Fact
 from inferscale.memory import Memory
 from inferscale.prompt import PromptBuilder
 from inferscale.retrieval import Embedder
+from inferscale.tail import NO_TAIL, Tail
 
 _USER = "bench"
 
@@ -73,27 +74,28 @@ class SpokenWorkload:
     def _of(self, user: int, fact: Fact) -> Fact:
         return replace(fact, speaker=f"{fact.speaker or 'Someone'} {user}") if user else fact
 
-    def ask(self, user: int, number: int, k: int, tail: int = 0) -> Asked:
-        """The best `k` facts, the best one last, as the planner orders them."""
+    def ask(self, user: int, number: int, k: int, tail: Tail = NO_TAIL) -> Asked:
+        """The best `k` facts, the best one last, as the planner orders them; the tail is recomputed."""
         place = (number + user) % len(self._questions)
         found = self._found[place][:k]
         if len(found) < k:
             raise InvalidInput(f"k={k} was asked for; {self.name} was searched for {len(found)} facts.")
         messages = [{"role": "user", "content": self._questions[place]}]
-        behind, front = found[:tail][::-1], found[tail:][::-1]
-        facts, tail_facts = ([self._of(user, self._facts[item]) for item in part] for part in (front, behind))
-        prompt = self._prompts.build(messages, facts, tail_facts)
+        prompt = self._prompts.build(messages, [self._of(user, self._facts[item]) for item in found[::-1]])
         none = prompt if not found else self._prompts.build(messages)
+        num_recomputed = tail.count([len(self.facts(user)[item]) for item in found])
         spans = prompt.fact_spans
-        rest = prompt.token_ids[spans[-1].end :] if spans else prompt.token_ids
+        front = spans[: len(spans) - num_recomputed]
+        rest = prompt.token_ids[front[-1].end if front else len(prompt.head_ids) :]
         return Asked(
             user,
             tuple(prompt.head_ids),
-            tuple(front),
-            tuple(prompt.token_ids[span.start : span.end] for span in spans),
+            tuple(found[num_recomputed:][::-1]),
+            tuple(prompt.token_ids[span.start : span.end] for span in front),
             rest,
             rest,
             none.token_ids,
+            spans[-1].end - spans[-num_recomputed].start if num_recomputed else 0,
         )
 
     def describe(self) -> dict[str, Any]:

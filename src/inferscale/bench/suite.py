@@ -127,7 +127,8 @@ def run_throughput(
 
 def encode_need(options: EncodeOptions, policy: WindowPolicy) -> Need:
     num_facts = options.num_facts
-    return Need(min(policy.window + policy.stride, num_facts), num_facts=num_facts)
+    in_a_pass = max(policy.window + policy.stride, 3 * policy.mixed // 2)
+    return Need(min(in_a_pass, num_facts), num_facts=num_facts)
 
 
 def run_encode(

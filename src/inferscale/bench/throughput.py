@@ -103,7 +103,10 @@ def _requests(
 def _same_facts(questions: list[Asked]) -> list[Asked]:
     """The first question's facts in its order, behind them the others' questions."""
     first = questions[0]
-    return [first._replace(hit_rest=one.hit_rest) for one in questions]
+    recomputed = first.rest[: first.num_recomputed_tokens]
+    return [
+        first._replace(hit_rest=recomputed + one.hit_rest[one.num_recomputed_tokens :]) for one in questions
+    ]
 
 
 def _rotated(repeat: int) -> list[str]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from inferscale.errors import InvalidInput
+from inferscale.tail import NO_TAIL, Tail
 
 Ids = tuple[int, ...]
 
@@ -29,9 +30,10 @@ _MAX_DRAWS = 4096
 class Asked(NamedTuple):
     """One question with its facts.
 
-    items: which of the user's facts stand in front, in prompt order; facts: their ids. rest: tail
-    facts and question. hit_rest: what `hit` asks behind the same facts; another question of the same length
-    where that can be had, so that it prefills what `inject` does. none: the prompt without memory.
+    items: which of the user's facts can be injected, in prompt order; facts: their ids. rest: the facts that
+    are recomputed, with num_recomputed_tokens, and the question. hit_rest: what `hit` asks behind the same
+    facts; another question of the same length where that can be had, so that it prefills what `inject` does
+    when nothing is recomputed. none: the prompt without memory.
     """
 
     user: int
@@ -41,6 +43,7 @@ class Asked(NamedTuple):
     rest: Ids
     hit_rest: Ids
     none: Ids
+    num_recomputed_tokens: int = 0
 
     @property
     def memory(self) -> Ids:
@@ -67,8 +70,8 @@ class Workload(Protocol):
         """All facts of a user, in the order in which they were said."""
         ...
 
-    def ask(self, user: int, number: int, k: int, tail: int = 0) -> Asked:
-        """Question `number` of a user with `k` facts, of which the best `tail` are recomputed."""
+    def ask(self, user: int, number: int, k: int, tail: Tail = NO_TAIL) -> Asked:
+        """Question `number` of a user with `k` facts, the best of which are recomputed where they stand."""
         ...
 
     def describe(self) -> dict[str, Any]:
@@ -114,35 +117,38 @@ class RandomWorkload:
         lengths[-1] += -(len(self.head) + int(lengths.sum())) % self._block_size
         return tuple(self._ids(generator, int(length)) for length in lengths)
 
-    def ask(self, user: int, number: int, k: int, tail: int = 0) -> Asked:
+    def ask(self, user: int, number: int, k: int, tail: Tail = NO_TAIL) -> Asked:
         if k > self.num_facts:
             raise InvalidInput(f"k={k} was asked for; a user has {self.num_facts} facts.")
         generator = np.random.default_rng([self._seed, 2, user, number, k])
         facts = self.facts(user)
-        items = self._choose(generator, facts, k, min(tail, k))
-        front, behind = items[: k - min(tail, k)], items[k - min(tail, k) :]
+        front, behind = self._choose(generator, facts, k, tail)
         question, other = (self._ids(generator, self._question_tokens) for _ in range(2))
         tail_ids = tuple(token for item in behind for token in facts[item])
         return Asked(
             user,
-            self.head if front else (),
+            self.head if k else (),
             front,
             tuple(facts[item] for item in front),
             tail_ids + question,
             tail_ids + other,
             question,
+            len(tail_ids),
         )
 
     def _choose(
-        self, generator: np.random.Generator, facts: Sequence[Ids], k: int, tail: int
-    ) -> tuple[int, ...]:
+        self, generator: np.random.Generator, facts: Sequence[Ids], k: int, tail: Tail
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Facts to inject, and facts to recompute, which are the best: the last ones."""
         lengths = np.array([len(ids) for ids in facts])
-        items = generator.permutation(len(facts))[:k]
-        for _ in range(_MAX_DRAWS if k > tail else 0):
-            if (len(self.head) + int(lengths[items[: k - tail]].sum())) % self._block_size == 0:
-                break
+        for _ in range(_MAX_DRAWS):
             items = generator.permutation(len(facts))[:k]
-        return tuple(int(item) for item in items)
+            num_front = k - tail.count(lengths[items[::-1]].tolist())
+            num_tokens = len(self.head) + int(lengths[items[:num_front]].sum())
+            if num_front == 0 or num_tokens % self._block_size == 0:
+                break
+        chosen = tuple(int(item) for item in items)
+        return chosen[:num_front], chosen[num_front:]
 
     def _ids(self, generator: np.random.Generator, num: int) -> Ids:
         return tuple(generator.integers(_FIRST_ID, self._vocab_size, size=num).tolist())

@@ -233,6 +233,12 @@ class Catalog:
         with self._database.read() as connection:
             return _listings.unencoded(connection, model, filter)
 
+    def provisional(self, model: str, filter: Scope, *, is_exact: bool = False) -> list[Fact]:
+        """Facts under `filter` that were encoded for this model, but in no pass of two directions, in seq
+        order; no core blocks. is_exact: only those of the very scope that `filter` names."""
+        with self._database.read() as connection:
+            return _listings.provisional(connection, model, filter, is_exact=is_exact)
+
     def count(self, filter: Scope) -> int:
         """Number of the facts that `facts` lists."""
         with self._database.read() as connection:

@@ -98,6 +98,21 @@ def unencoded(connection: sqlite3.Connection, model: str, filter: Scope) -> list
     return _rows.select_facts(connection, clause, *values, time.time(), model)
 
 
+def provisional(
+    connection: sqlite3.Connection, model: str, filter: Scope, *, is_exact: bool = False
+) -> list[Fact]:
+    """No blocks. is_exact: only of the scope that `filter` is."""
+    where, values = _rows.covered(filter)
+    if is_exact:
+        where += "".join(f" AND {name} IS NULL" for name in _rows.SCOPE_COLUMNS if not getattr(filter, name))
+    clause = (
+        f"WHERE f.scope IN (SELECT id FROM scopes WHERE {where}) AND f.block IS NULL AND {LIVE} AND "
+        "(SELECT max(p.directions) FROM encodings e JOIN passes p ON p.id = e.pass "
+        "WHERE e.fact = f.seq AND e.model = ?) = 1 ORDER BY f.seq"
+    )
+    return _rows.select_facts(connection, clause, *values, time.time(), model)
+
+
 def has_facts(connection: sqlite3.Connection, filter: Scope) -> bool:
     where, values = _rows.covered(filter)
     sql = f"SELECT EXISTS (SELECT 1 FROM facts WHERE scope IN (SELECT id FROM scopes WHERE {where}))"

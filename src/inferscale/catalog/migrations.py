@@ -131,7 +131,12 @@ _THIRD = (
         BEGIN DELETE FROM vectors_next WHERE fact = new.seq; END""",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _SECOND, _THIRD)
+# Existing passes saw what stands before each fact only.
+_FOURTH = (
+    "ALTER TABLE passes ADD COLUMN directions INTEGER NOT NULL DEFAULT 1 CHECK (directions IN (1, 2))",
+)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _SECOND, _THIRD, _FOURTH)
 
 
 def check_version(connection: sqlite3.Connection, path: str) -> int:

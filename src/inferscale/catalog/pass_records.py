@@ -28,6 +28,7 @@ class PassRecords:
         window_ids: Sequence[str],
         captured_ids: Sequence[str],
         keys: Sequence[str],
+        directions: int = 1,
     ) -> int:
         """Store an encode pass over facts of one exact scope and return its id.
 
@@ -35,9 +36,10 @@ class PassRecords:
         deletion in between finds the keys. Raises UnknownFact when one of the facts was deleted
         meanwhile or belongs to another scope, InvalidInput for a fact that stands there twice.
         """
+        new = NewPass(window_ids, captured_ids, keys, directions)
         with self._database.write() as connection:
             code = _rows.scope_code(connection, scope)
-            return _passes.record_pass(connection, model, code, NewPass(window_ids, captured_ids, keys))
+            return _passes.record_pass(connection, model, code, new)
 
     def record_all(
         self, model: str, scope: Scope, passes: Sequence[NewPass], epoch: int | None = None
@@ -61,7 +63,8 @@ class PassRecords:
         return pass_ids
 
     def encodings(self, model: str, fact_ids: Iterable[str]) -> dict[str, Encoding]:
-        """Fact id → its newest encoding for this model; facts without one are left out."""
+        """Fact id → its newest encoding for this model, of a pass of two directions where it has one; facts
+        without any are left out."""
         with self._database.read() as connection:
             return _passes.current_encodings(connection, model, fact_ids)
 
@@ -69,6 +72,11 @@ class PassRecords:
         """Pass id → pass; passes that do not exist (any more) are left out."""
         with self._database.read() as connection:
             return _passes.read_passes(connection, pass_ids)
+
+    def superseded_keys(self, model: str, keys: Iterable[str]) -> list[str]:
+        """Keys under which facts were encoded before a pass of two directions gave them one of `keys`."""
+        with self._database.read() as connection:
+            return _passes.superseded_keys(connection, model, keys)
 
     def known_keys(self, keys: Sequence[str]) -> set[str]:
         """Those of the keys that a fact has, or had before it was encoded anew."""
@@ -81,7 +89,8 @@ class PassRecords:
             return _passes.attended_to(connection, key)
 
     def keys_attending(self, fact_id: str) -> list[str]:
-        """All keys, of any model, whose KV has seen this fact: its own and those captured behind it."""
+        """All keys, of any model, whose KV has seen this fact: its own, and those captured behind it or in a
+        pass of two directions with it."""
         with self._database.read() as connection:
             found = connection.execute("SELECT seq FROM facts WHERE id = ?", (fact_id,)).fetchone()
             return [] if found is None else _passes.keys_attending(connection, found[0])

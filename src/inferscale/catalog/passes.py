@@ -3,7 +3,8 @@
 An encode pass is an ordered list of facts of one exact scope. The first `num_window` are the
 window (computed, thrown away); each of the rest is captured under a key and *attends to* every
 fact before it in the pass, and to itself. Deleting a fact therefore invalidates its own keys and
-those of all captured facts behind it; so does changing what it says. Knows nothing of tokens and KV.
+those of all captured facts behind it; so does changing what it says. A pass of two directions has no
+window; each of its facts attends to all of them, and goes with any of them. Knows nothing of tokens and KV.
 
 All functions work inside the caller's transaction.
 """
@@ -34,7 +35,7 @@ class EncodePass(NamedTuple):
     """One encode pass, as it has to be run again when its KV was lost.
 
     fact_ids: all facts in order, `num_window` facts of window first. keys: fact id → key, for
-    the captured facts.
+    the captured facts. directions: 2 where it runs in the other order as well.
     """
 
     id: int
@@ -43,14 +44,16 @@ class EncodePass(NamedTuple):
     fact_ids: tuple[str, ...]
     num_window: int
     keys: dict[str, str]
+    directions: int = 1
 
 
 class NewPass(NamedTuple):
-    """A pass to be stored. keys: of the captured facts, in their order."""
+    """A pass to be stored. keys: of the captured facts, in their order. directions: 1 or 2."""
 
     window_ids: Sequence[str]
     captured_ids: Sequence[str]
     keys: Sequence[str]
+    directions: int = 1
 
 
 class _Row(NamedTuple):
@@ -64,14 +67,19 @@ def record_pass(connection: sqlite3.Connection, model: str, scope_code: int, new
     """Store a pass and return its id; the same pass as the current one of its facts is not stored twice.
 
     Raises UnknownFact when a fact does not exist (any more) in this exact scope, InvalidInput
-    when a fact stands twice in the pass, nothing is captured or keys are missing; nothing of the
-    pass is stored then.
+    when a fact stands twice in the pass, nothing is captured, keys are missing, or a pass of two
+    directions has a window; nothing of the pass is stored then.
     """
-    window_ids, captured_ids, keys = new
+    window_ids, captured_ids, keys, directions = new
     if not captured_ids or len(captured_ids) != len(keys):
         raise InvalidInput(
             f"a pass captures {len(captured_ids)} facts under {len(keys)} keys; "
             "it needs at least one, each with a key."
+        )
+    if directions not in (1, 2) or (directions == 2 and window_ids):
+        raise InvalidInput(
+            f"a pass has {directions} directions and {len(window_ids)} facts of window; "
+            "allowed are 1, and 2 without a window."
         )
     fact_ids = [*window_ids, *captured_ids]
     if len(set(fact_ids)) != len(fact_ids):
@@ -91,11 +99,13 @@ def record_pass(connection: sqlite3.Connection, model: str, scope_code: int, new
         )
     rows = [_Row(seqs[fact_id], None) for fact_id in window_ids]
     rows += [_Row(seqs[fact_id], key) for fact_id, key in zip(captured_ids, keys, strict=True)]
-    same = _current_pass_with(connection, model, rows)
-    return same if same is not None else _insert_pass(connection, model, scope_code, rows)
+    same = _current_pass_with(connection, model, rows, directions)
+    return same if same is not None else _insert_pass(connection, model, scope_code, rows, directions)
 
 
-def _current_pass_with(connection: sqlite3.Connection, model: str, rows: list[_Row]) -> int | None:
+def _current_pass_with(
+    connection: sqlite3.Connection, model: str, rows: list[_Row], directions: int
+) -> int | None:
     """The pass with exactly these rows, if it is the newest of each fact that it captures."""
     captured = [row.fact_seq for row in rows if row.key is not None]
     newest = connection.execute(
@@ -106,13 +116,17 @@ def _current_pass_with(connection: sqlite3.Connection, model: str, rows: list[_R
     if len(newest) != len(captured) or len(set(newest)) != 1:
         return None
     pass_id = int(newest[0][0])
-    return pass_id if _rows(connection, pass_id) == rows else None
+    found = connection.execute("SELECT directions FROM passes WHERE id = ?", (pass_id,)).fetchone()
+    return pass_id if found == (directions,) and _rows(connection, pass_id) == rows else None
 
 
-def _insert_pass(connection: sqlite3.Connection, model: str, scope_code: int, rows: list[_Row]) -> int:
+def _insert_pass(
+    connection: sqlite3.Connection, model: str, scope_code: int, rows: list[_Row], directions: int
+) -> int:
     num_window = sum(row.key is None for row in rows)
     cursor = connection.execute(
-        "INSERT INTO passes (model, scope, num_window) VALUES (?, ?, ?)", (model, scope_code, num_window)
+        "INSERT INTO passes (model, scope, num_window, directions) VALUES (?, ?, ?, ?)",
+        (model, scope_code, num_window, directions),
     )
     assert cursor.lastrowid is not None
     pass_id = cursor.lastrowid
@@ -139,20 +153,22 @@ def _rows(connection: sqlite3.Connection, pass_id: int) -> list[_Row]:
 def current_encodings(
     connection: sqlite3.Connection, model: str, fact_ids: Iterable[str]
 ) -> dict[str, Encoding]:
-    """Fact id → its newest encoding for this model; facts without one are left out."""
+    """Fact id → its newest encoding for this model, of a pass of two directions where it has one; facts
+    without any are left out."""
     found = connection.execute(
         "SELECT f.id, e.key, e.pass, e.position FROM facts f JOIN encodings e ON e.fact = f.seq "
-        "WHERE e.model = ? AND f.id IN (SELECT value FROM json_each(?)) ORDER BY e.pass",
+        "JOIN passes p ON p.id = e.pass "
+        "WHERE e.model = ? AND f.id IN (SELECT value FROM json_each(?)) ORDER BY p.directions, e.pass",
         (model, json.dumps(list(fact_ids))),
     )
     return {fact_id: Encoding(key, pass_id, position) for fact_id, key, pass_id, position in found.fetchall()}
 
 
 def current_keys(connection: sqlite3.Connection, model: str, fact_seqs: Iterable[int]) -> dict[int, str]:
-    """Sequence number of a fact → key of its newest encoding for this model, where it has one."""
+    """Sequence number of a fact → key of its encoding for this model as in `current_encodings`, if any."""
     found = connection.execute(
-        "SELECT fact, key FROM encodings WHERE model = ? AND fact IN (SELECT value FROM json_each(?)) "
-        "ORDER BY pass",
+        "SELECT e.fact, e.key FROM encodings e JOIN passes p ON p.id = e.pass "
+        "WHERE e.model = ? AND e.fact IN (SELECT value FROM json_each(?)) ORDER BY p.directions, e.pass",
         (model, json.dumps(list(fact_seqs))),
     )
     return dict(found.fetchall())
@@ -162,7 +178,7 @@ def read_passes(connection: sqlite3.Connection, pass_ids: Iterable[int]) -> dict
     """Pass id → pass; passes that do not exist (any more) are left out."""
     wanted = json.dumps(list(pass_ids))
     passes = connection.execute(
-        "SELECT p.id, p.model, p.num_window, s.user_id, s.agent_id, s.run_id FROM passes p "
+        "SELECT p.id, p.model, p.num_window, p.directions, s.user_id, s.agent_id, s.run_id FROM passes p "
         "JOIN scopes s ON s.id = p.scope WHERE p.id IN (SELECT value FROM json_each(?)) ORDER BY p.id",
         (wanted,),
     ).fetchall()
@@ -180,10 +196,22 @@ def read_passes(connection: sqlite3.Connection, pass_ids: Iterable[int]) -> dict
             keys.setdefault(pass_id, {})[fact_id] = key
     return {
         pass_id: EncodePass(
-            pass_id, model, Scope(*scope), tuple(fact_ids[pass_id]), num_window, keys[pass_id]
+            pass_id, model, Scope(*scope), tuple(fact_ids[pass_id]), num_window, keys[pass_id], directions
         )
-        for pass_id, model, num_window, *scope in passes
+        for pass_id, model, num_window, directions, *scope in passes
     }
+
+
+def superseded_keys(connection: sqlite3.Connection, model: str, keys: Iterable[str]) -> list[str]:
+    """Keys under which the facts of `keys`, which are of passes of two directions, were encoded before."""
+    found = connection.execute(
+        "SELECT old.key FROM encodings new JOIN passes q ON q.id = new.pass "
+        "JOIN encodings old ON old.fact = new.fact AND old.model = new.model AND old.key <> new.key "
+        "JOIN passes p ON p.id = old.pass WHERE new.model = ? AND p.directions < q.directions "
+        "AND new.key IN (SELECT value FROM json_each(?)) ORDER BY old.pass, old.position",
+        (model, json.dumps(list(keys))),
+    )
+    return list(dict.fromkeys(row[0] for row in found.fetchall()))
 
 
 def known_keys(connection: sqlite3.Connection, keys: Sequence[str]) -> set[str]:
@@ -194,7 +222,8 @@ def known_keys(connection: sqlite3.Connection, keys: Sequence[str]) -> set[str]:
 def attended_to(connection: sqlite3.Connection, key: str) -> list[str]:
     """Ids of all facts that the KV under `key` has seen, its own fact included, in pass order."""
     found = connection.execute(
-        "SELECT f.id FROM encodings e JOIN pass_facts p ON p.pass = e.pass AND p.position <= e.position "
+        "SELECT f.id FROM encodings e JOIN passes q ON q.id = e.pass JOIN pass_facts p ON p.pass = e.pass "
+        "AND (p.position <= e.position OR q.directions = 2) "
         "JOIN facts f ON f.seq = p.fact WHERE e.key = ? ORDER BY p.pass, p.position",
         (key,),
     )
@@ -202,10 +231,11 @@ def attended_to(connection: sqlite3.Connection, key: str) -> list[str]:
 
 
 def keys_attending(connection: sqlite3.Connection, fact_seq: int) -> list[str]:
-    """All keys, of any model, whose KV has seen this fact: its own and those captured behind it."""
+    """All keys, of any model, whose KV has seen this fact: its own and those captured behind it, of a pass
+    of two directions all."""
     found = connection.execute(
-        "SELECT e.key FROM pass_facts p JOIN encodings e ON e.pass = p.pass AND e.position >= p.position "
-        "WHERE p.fact = ? ORDER BY e.pass, e.position",
+        "SELECT e.key FROM pass_facts p JOIN passes q ON q.id = p.pass JOIN encodings e ON e.pass = p.pass "
+        "AND (e.position >= p.position OR q.directions = 2) WHERE p.fact = ? ORDER BY e.pass, e.position",
         (fact_seq,),
     )
     return list(dict.fromkeys(row[0] for row in found.fetchall()))
@@ -214,17 +244,18 @@ def keys_attending(connection: sqlite3.Connection, fact_seq: int) -> list[str]:
 def invalidate(connection: sqlite3.Connection, fact_seq: int) -> list[str]:
     """Remove every encoding that has seen this fact and return the keys that nobody needs any more.
 
-    A pass keeps the captured facts before this one; a pass that has none goes. A key that another
+    A pass keeps the captured facts before this one; a pass that has none goes, as one of two directions
+    does. A key that another
     fact with the same tokens behind the same tokens still holds is not returned.
     """
     keys = keys_attending(connection, fact_seq)
     places = connection.execute(
-        "SELECT p.id, f.position, p.num_window FROM pass_facts f JOIN passes p ON p.id = f.pass "
-        "WHERE f.fact = ?",
+        "SELECT p.id, f.position, p.num_window, p.directions FROM pass_facts f "
+        "JOIN passes p ON p.id = f.pass WHERE f.fact = ?",
         (fact_seq,),
     ).fetchall()
-    for pass_id, position, num_window in places:
-        if position > num_window:
+    for pass_id, position, num_window, directions in places:
+        if position > num_window and directions == 1:
             connection.execute("DELETE FROM pass_facts WHERE pass = ? AND position >= ?", (pass_id, position))
         else:
             connection.execute("DELETE FROM passes WHERE id = ?", (pass_id,))

@@ -15,21 +15,19 @@ from inferscale.cli.bench_options import (
     read_counts,
     show,
     start,
+    tail_option,
     workload_options,
 )
 from inferscale.cli.bench_parts import decode, e2e, kernels, recall, tiers
 from inferscale.cli.bench_quality import fidelity, locomo
-from inferscale.cli.options import COUNT, POSITIVE, json_option
+from inferscale.cli.options import POSITIVE, json_option
 from inferscale.cli.output import say
 from inferscale.errors import InvalidInput
+from inferscale.tail import Tail
 
 _TTFT = TtftOptions()
 _THROUGHPUT = ThroughputOptions()
 _ENCODE = EncodeOptions()
-
-_tail_option = click.option(
-    "--tail", type=COUNT, default=0, show_default=True, help="Best facts that are recomputed."
-)
 
 
 @click.group()
@@ -46,7 +44,7 @@ def bench() -> None:
     show_default=True,
     help="Questions for each k and mode.",
 )
-@_tail_option
+@tail_option
 @workload_options
 @out_option("ttft")
 @click.option(
@@ -61,7 +59,7 @@ def bench() -> None:
 def ttft(
     ks: str,
     questions: int,
-    tail: int,
+    tail: Tail,
     workload: WorkloadChoice,
     out: Path,
     plot: Path,
@@ -117,7 +115,7 @@ def ttft(
     show_default=True,
     help="How often all modes run in turn.",
 )
-@_tail_option
+@tail_option
 @workload_options
 @out_option("throughput")
 @engine_options
@@ -128,7 +126,7 @@ def throughput(
     output_tokens: int,
     rounds: int,
     repeats: int,
-    tail: int,
+    tail: Tail,
     workload: WorkloadChoice,
     out: Path,
     engine: EngineChoice,

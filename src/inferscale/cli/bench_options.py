@@ -13,9 +13,9 @@ import click
 
 from inferscale.bench.options import RandomTokens
 from inferscale.cli.engine import model_path, prepare_engine, start_errors
-from inferscale.cli.options import COUNT, POSITIVE, read_size
+from inferscale.cli.options import COUNT, POSITIVE, TAIL, read_size
 from inferscale.cli.output import emit, say
-from inferscale.config import EncodingConfig, InjectionPath, PoolDtype
+from inferscale.config import DEFAULT_TAIL, EncodingConfig, InjectionPath, PoolDtype
 from inferscale.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -87,11 +87,12 @@ class WorkloadChoice(NamedTuple):
     seed: int
     window: int
     stride: int
+    mixed: int
 
     def policy(self) -> WindowPolicy:
         from inferscale.windows import WindowPolicy
 
-        return WindowPolicy(self.window, self.stride)
+        return WindowPolicy(self.window, self.stride, self.mixed)
 
     def read(self, engine: EngineChoice) -> BenchConversation | None:
         """The conversation; None for random token ids, which is the default with random weights."""
@@ -238,6 +239,13 @@ def workload_options(command: F) -> F:
             show_default=True,
             help="Facts that one encode pass captures.",
         ),
+        click.option(
+            "--mixed",
+            type=COUNT,
+            default=_ENCODING.mixed,
+            show_default=True,
+            help="Facts of one mixed pass, for half as many facts or more; 0: --window and --stride for all.",
+        ),
     )
     return _collected(command, options, "workload", WorkloadChoice)
 
@@ -264,6 +272,16 @@ def out_option(name: str) -> Callable[[F], F]:
         show_default=True,
         help="Where rows are appended.",
     )
+
+
+tail_option = click.option(
+    "--tail",
+    type=TAIL,
+    default=DEFAULT_TAIL,
+    show_default=True,
+    help="Best facts that are recomputed in mode inject: 5, 10% of the facts' tokens, 300t, the smallest of "
+    "several, or 0.",
+)
 
 
 def prepare() -> None:

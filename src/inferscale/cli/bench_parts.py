@@ -17,12 +17,14 @@ from inferscale.cli.bench_options import (
     prepare,
     read_counts,
     show,
+    tail_option,
 )
 from inferscale.cli.engine import start_errors
 from inferscale.cli.options import COUNT, POSITIVE, json_option
 from inferscale.cli.output import say
 from inferscale.config import EncodingConfig, PoolDtype
 from inferscale.errors import InvalidInput
+from inferscale.tail import Tail
 
 _DECODE = DecodeOptions()
 _E2E = E2eOptions()
@@ -83,7 +85,7 @@ def decode(
     tokens = RandomTokens(seed=seed)
     spec = sized(spec, RandomSource(tokens), [Need(k, output_tokens=output_tokens)])
     encoding = EncodingConfig()
-    policy = WindowPolicy(encoding.window, encoding.stride)
+    policy = WindowPolicy(encoding.window, encoding.stride, encoding.mixed)
     run = BenchRun("decode", spec.name, out)
     measure_decode(DecodeTask("connector", spec, options, tokens, policy), run, say)
     show(run.rows, out, as_json=as_json)
@@ -132,7 +134,7 @@ def tiers(
         say(f"Starting the engine with {spec.name} …")
         with spec.open() as running:
             run = BenchRun("tiers", spec.name, out, running.describe())
-            policy = WindowPolicy(_ENCODING.window, _ENCODING.stride)
+            policy = WindowPolicy(_ENCODING.window, _ENCODING.stride, _ENCODING.mixed)
             measure_tiers(running, source, need, policy, options, run, say)
     show(run.rows, out, as_json=as_json)
 
@@ -158,6 +160,7 @@ def tiers(
     show_default=True,
     help="Where the embedder and its index are; several, separated by commas, are measured in turn.",
 )
+@tail_option
 @conversation_options
 @out_option("e2e")
 @engine_options
@@ -167,6 +170,7 @@ def e2e(
     questions: int,
     embedder: str | None,
     devices: str,
+    tail: Tail,
     conversation: Path | None,
     number: int,
     out: Path,
@@ -176,7 +180,8 @@ def e2e(
     """From a question's text to the first token, with k facts injected and without memory."""
     from inferscale.bench.conversation import read_conversation
 
-    options = E2eOptions(k, questions, tuple(name.strip() for name in devices.split(",") if name.strip()))
+    names = tuple(name.strip() for name in devices.split(",") if name.strip())
+    options = E2eOptions(k, questions, names, tail)
     if not options.devices:
         raise InvalidInput(f"--embedder-device is {devices!r}; give a device such as cpu or cuda.")
     if engine.random_weights is not None and engine.tokenizer is None:

@@ -18,13 +18,16 @@ from inferscale.cli.options import (
     memory_config,
     memory_options,
     model_options,
+    order_option,
     read_text,
     recall_options,
     scope_options,
 )
 from inferscale.cli.output import emit, one_line, say
 from inferscale.errors import InvalidInput, TextTooLong
+from inferscale.fact_order import FactOrder
 from inferscale.facts import ScopeIds
+from inferscale.tail import Tail
 from inferscale.turns import read_query, read_scope
 
 if TYPE_CHECKING:
@@ -37,6 +40,7 @@ Ask = Callable[[list[Message]], "ChatResult"]
 @click.command()
 @click.argument("message", required=False)
 @recall_options
+@order_option("the facts in the prompt")
 @filter_option
 @click.option(
     "--mode",
@@ -59,7 +63,8 @@ Ask = Callable[[list[Message]], "ChatResult"]
 def chat(
     message: str | None,
     top_k: int,
-    tail: int,
+    tail: Tail | None,
+    order: FactOrder,
     filters: dict[str, Any] | None,
     mode: Any,
     max_tokens: int,
@@ -100,6 +105,7 @@ def chat(
                 top_k=top_k,
                 mode=mode,
                 tail=tail,
+                order=order,
                 filters=filters,
                 max_tokens=max_tokens,
             )

@@ -14,6 +14,7 @@ from inferscale.cli.options import POSITIVE, json_option, model_options, recall_
 from inferscale.cli.output import emit, say
 from inferscale.config import MemoryConfig
 from inferscale.demo import Question, load_conversation
+from inferscale.tail import Tail
 
 if TYPE_CHECKING:
     from inferscale.memory_llm import ChatResult, MemoryLLM, Mode
@@ -31,7 +32,7 @@ _TITLES = {"none": "no memory", "text": "text memory", "inject": "injected"}
 @json_option
 def demo(
     top_k: int,
-    tail: int,
+    tail: Tail | None,
     questions: int | None,
     model: str | None,
     pool_size: int | None,
@@ -63,7 +64,9 @@ def demo(
         _print_summary(asked, results)
 
 
-def _ask(llm: MemoryLLM, question: Question, top_k: int, tail: int, as_json: bool) -> dict[str, ChatResult]:
+def _ask(
+    llm: MemoryLLM, question: Question, top_k: int, tail: Tail | None, as_json: bool
+) -> dict[str, ChatResult]:
     results: dict[str, ChatResult] = {}
     if not as_json:
         click.echo(f"\nQ: {question.question}   (expected: {question.answer})")

@@ -94,13 +94,16 @@ def open_llm(
     if max_model_len is not None:
         arguments["max_model_len"] = max_model_len
     with start_errors(path):
-        return MemoryLLM(
+        llm = MemoryLLM(
             path,
             memory,
             pool_size_bytes=pool_size_bytes,
             repair_after_chat=repair,
             engine_args=arguments,
         )
+    if llm.verdict.is_new or llm.verdict.is_refusal:
+        say(str(llm.verdict))
+    return llm
 
 
 @contextmanager

@@ -95,9 +95,12 @@ def status(url: str, api_key_env: str | None, as_json: bool) -> None:
     tiers = tiers_of(stats)
     use = {name: int(stats.get(f"segments_{key}", 0)) for name, key in _USE.items()}
     if as_json:
-        emit({"tiers": [tier._asdict() for tier in tiers], "planned_facts": use, "facts": found.facts})
+        told = {"tiers": [tier._asdict() for tier in tiers], "planned_facts": use, "facts": found.facts}
+        emit({**told, "self_check": found.self_check})
         return
     click.echo(f"{found.facts} facts, {found.pending} encode passes waiting")
+    if "detail" in found.self_check:
+        click.echo(found.self_check["detail"])
     _show(tiers, use)
 
 

@@ -8,20 +8,43 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 
-from inferscale.config import AUTO, DEFAULT_POOL_BYTES, ConnectorConfig, MemoryConfig, default_data_dir
+from inferscale.config import (
+    AUTO,
+    DEFAULT_ORDER,
+    DEFAULT_POOL_BYTES,
+    DEFAULT_TAIL,
+    ConnectorConfig,
+    MemoryConfig,
+    default_data_dir,
+)
 from inferscale.encryption import EncryptionKey, find_key
 from inferscale.errors import InvalidConfig, InvalidInput
+from inferscale.fact_order import FactOrder
 from inferscale.facts import ScopeIds
 from inferscale.filters import read_filter
+from inferscale.tail import Tail
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 COUNT = click.IntRange(min=0)
 POSITIVE = click.IntRange(min=1)
+
+
+class _TailType(click.ParamType[Tail]):
+    name = "tail"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Tail:
+        try:
+            return Tail.parse(value, "the tail")
+        except InvalidInput as error:
+            self.fail(str(error), param, ctx)
+
+
+TAIL = _TailType()
 
 
 def scope_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,14 +128,26 @@ def model_options(command: F) -> F:
     )(command)
 
 
+def order_option(what: str, default: FactOrder = DEFAULT_ORDER) -> Callable[[F], F]:
+    """--order. what: the facts whose order it is."""
+    return click.option(
+        "--order",
+        type=click.Choice(get_args(FactOrder)),
+        default=default,
+        show_default=True,
+        help=f"Order of {what}: the best one last, as they were stored, or those of one session together. "
+        "Those of the tail stand behind the others.",
+    )
+
+
 def recall_options(command: F) -> F:
     """--top-k and --tail."""
     command = click.option(
         "--tail",
-        type=COUNT,
-        default=0,
-        show_default=True,
-        help="Best facts that are recomputed instead of injected: nearer to text memory, and slower.",
+        type=TAIL,
+        help="Best facts that are recomputed instead of injected, nearer to text memory and slower: 5, 10% "
+        "of the facts' tokens, 300t, the smallest of several, or 0. "
+        f"Default: {DEFAULT_TAIL}, and 0 behind earlier turns.",
     )(command)
     return click.option("--top-k", type=COUNT, default=50, show_default=True, help="Facts in the prompt.")(
         command

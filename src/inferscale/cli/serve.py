@@ -16,9 +16,11 @@ from inferscale.cli.engine import prepare_engine
 from inferscale.cli.options import (
     COUNT,
     POSITIVE,
+    TAIL,
     encryption_key,
     encryption_key_file,
     memory_options,
+    order_option,
     read_size,
     read_tier_size,
 )
@@ -29,12 +31,15 @@ from inferscale.config import (
     KV_FOLDER,
     ConnectorConfig,
     PoolDtype,
+    SelfCheck,
     ServerConfig,
     default_data_dir,
     default_runtime_dir,
 )
 from inferscale.encryption import check_installed
+from inferscale.fact_order import FactOrder
 from inferscale.runtime.folder_lock import remove_stale_runtime_dirs
+from inferscale.tail import Tail
 
 _DEFAULT = ServerConfig()
 
@@ -102,11 +107,27 @@ class _Serve(click.Command):
     "--stride", type=POSITIVE, default=_DEFAULT.stride, show_default=True, help="Facts captured by one pass."
 )
 @click.option(
+    "--mixed",
+    type=COUNT,
+    default=_DEFAULT.mixed,
+    show_default=True,
+    help="Facts of a scope that are encoded together, in both directions, once there are so many; --window "
+    "and --stride are for fewer. 0: for all.",
+)
+@click.option(
     "--injection-path",
     type=click.Choice(["auto", "fused", "portable"]),
     default=ConnectorConfig.injection_path,
     show_default=True,
     help="How KV is written: by kernels for CUDA GPUs, or by plain torch.",
+)
+@click.option(
+    "--self-check",
+    type=click.Choice(get_args(SelfCheck)),
+    default=ConnectorConfig.self_check,
+    show_default=True,
+    help="Check before serving that moved KV says what text says, and inject nothing where it does not: at "
+    "the first start with a model, at every start, or never.",
 )
 @click.option(
     "--top-k",
@@ -115,6 +136,15 @@ class _Serve(click.Command):
     show_default=True,
     help="Facts for chats that do not say how many.",
 )
+@click.option(
+    "--tail",
+    type=TAIL,
+    default=str(_DEFAULT.tail),
+    show_default=True,
+    help="Best facts that are recomputed instead of injected, in chats that do not say how many and in which "
+    "nothing was said before: 5, 10% of their tokens, 300t, the smallest of several, or 0.",
+)
+@order_option("the facts, in chats that do not name one", _DEFAULT.order)
 @click.option(
     "--user-field/--no-user-field",
     default=_DEFAULT.use_user_field,
@@ -160,8 +190,12 @@ def serve(
     disk_size: int,
     window: int,
     stride: int,
+    mixed: int,
     injection_path: Any,
+    self_check: SelfCheck,
     top_k: int,
+    tail: Tail,
+    order: FactOrder,
     user_field: bool,
     keys_file: Path | None,
     allow_remote_without_key: bool,
@@ -196,6 +230,7 @@ def serve(
             disk_dir=str((data_dir or default_data_dir()).absolute() / KV_FOLDER) if disk_size else None,
             encryption_key_file=None if key_file is None else str(key_file.absolute()),
             injection_path=injection_path,
+            self_check=self_check,
         ),
         ServerConfig(
             data_dir=None if data_dir is None else str(data_dir.absolute()),
@@ -203,7 +238,10 @@ def serve(
             embedder_device=embedder_device,
             window=window,
             stride=stride,
+            mixed=mixed,
             top_k=top_k,
+            tail=str(tail),
+            order=order,
             use_user_field=user_field,
             keys_file=None if keys_file is None else str(keys_file.absolute()),
             allow_remote_without_key=allow_remote_without_key,

@@ -24,7 +24,9 @@ from inferscale.client.results import (
     Stats,
 )
 from inferscale.errors import InvalidInput
+from inferscale.fact_order import FactOrder
 from inferscale.facts import KEEP, Keep, Turn
+from inferscale.tail import Tail
 
 T = TypeVar("T")
 
@@ -238,7 +240,8 @@ def chat(
     model: str | None = None,
     top_k: int | None = None,
     mode: Mode | None = None,
-    tail: int | None = None,
+    tail: int | str | Tail | None = None,
+    order: FactOrder | None = None,
     store: bool | Literal["infer"] | None = None,
     filters: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -247,10 +250,12 @@ def chat(
 
     model: None is the one that the server serves; it is asked for once. top_k: facts in the prompt. mode:
     "inject", "text" (the same facts prefilled) or "none". tail: best facts that are recomputed instead of
-    injected. store: remember the new turns after the answer, or facts that are extracted of them ("infer").
-    filters: as of `search`. extra: more fields of the chat completion request, such as
-    `{"max_tokens": 64, "temperature": 0}`. With neither a scope nor one of top_k, mode, tail, store and
-    filters it is a chat without memory.
+    injected, such as 5, "10%" of their tokens, "300t", the smallest of several ("5,10%") or 0; None: what the
+    server was told, and none behind earlier turns. order: of the facts in the prompt, "best-last",
+    "chronological" or "session". store: remember the new turns after the answer, or facts that are extracted
+    of them ("infer"). filters: as of `search`. extra: more fields of the chat completion request, such as
+    `{"max_tokens": 64, "temperature": 0}`. With neither a scope nor one of top_k, mode, tail, order, store
+    and filters it is a chat without memory.
     """
     taken = sorted(set(extra or {}).intersection(_CHAT_ARGUMENTS))
     if taken:
@@ -258,8 +263,10 @@ def chat(
             f"extra holds {', '.join(taken)}; give messages and model as arguments, the fields of memory as "
             "user_id, top_k and so on, and use stream_chat for a stream."
         )
-    memory = {"top_k": top_k, "mode": mode, "tail": tail, "store": store, "filters": filters}
-    memory = _given({**_scope(user_id, agent_id, run_id), **memory})
+    tail = str(tail) if isinstance(tail, Tail) else tail
+    chosen: dict[str, Any] = {"top_k": top_k, "mode": mode, "tail": tail, "order": order}
+    chosen |= {"store": store, "filters": filters}
+    memory = _given({**_scope(user_id, agent_id, run_id), **chosen})
     body: dict[str, Any] = {
         **(extra or {}),
         "model": model,

@@ -105,7 +105,9 @@ class HistoryEvent:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """`injectable` is None where the server cannot tell; `pending` facts are not encoded yet."""
+    """`injectable` is None where the server cannot tell; `pending` facts are not encoded yet. `self_check`:
+    what the server's check at the start found, as `state` and `detail`; where the state is `refused`, nothing
+    is injected."""
 
     facts: int
     injectable: int | None = None
@@ -113,6 +115,7 @@ class Stats:
     injection: bool = True
     pool: dict[str, Any] = field(default_factory=dict)
     counters: dict[str, Any] = field(default_factory=dict)
+    self_check: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

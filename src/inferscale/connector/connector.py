@@ -39,21 +39,13 @@ from inferscale.pool.row_format import RowFormat
 from inferscale.pool.sealing import Sealing
 from inferscale.pool.slab import num_pages
 from inferscale.pool.table import PageTable
+from inferscale.runtime.engine_log import share_engine_log
 from inferscale.runtime.folder_lock import FolderLock
 from inferscale.runtime.refusal import recorded
 from inferscale.runtime.residency import ResidencyServer
 from inferscale.runtime.secret import load_secret, open_runtime_dir
 
 logger = logging.getLogger(__name__)
-
-
-def _share_vllm_log() -> None:
-    """Write our log where vLLM writes its own, at the same level."""
-    ours, theirs = logging.getLogger("inferscale"), logging.getLogger("vllm")
-    if not ours.handlers:
-        ours.setLevel(theirs.level)
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
 
 
 class StepMetadata(KVConnectorMetadata):
@@ -87,7 +79,7 @@ class InferScaleConnector(KVConnectorBase_V1):
         self._lock: FolderLock | None = None
         assert self.config.runtime_dir is not None
         self._runtime_dir = open_runtime_dir(self.config.runtime_dir)
-        _share_vllm_log()
+        share_engine_log()
         with recorded(self._runtime_dir):
             compat.refuse_pool_dtype(vllm_config, self.config.pool_dtype)
             self._cache = compat.cache_shape(vllm_config, kv_cache_config)

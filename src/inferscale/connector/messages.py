@@ -14,15 +14,18 @@ from inferscale.pool.tiers import TierAnswers, TierOrders
 
 @dataclass
 class StepOrders:
-    """What the workers do in one step, in this order: inject, zero, load, (forward pass,) capture, save.
+    """What the workers do in one step, in this order: inject, zero, load, (forward pass,) capture,
+    average, save.
 
-    step: number that the workers report back; 0 when nothing is captured. failed_blocks: blocks
+    step: number that the workers report back; 0 when nothing is captured. averaging: second captures, of what
+    their rows then hold the mean. failed_blocks: blocks
     that were promised and cannot be written; the workers report them as load errors.
     """
 
     step: int = 0
     injection: Moves | None = None
     capture: Moves | None = None
+    averaging: Moves | None = None
     zero_pages: Int32Array | None = None
     failed_blocks: list[int] = field(default_factory=list)
     tiers: TierOrders | None = None

@@ -76,6 +76,7 @@ class Counters:
     is first scheduled: those that were injected (in part where the prefix cache ended inside), those that lie
     wholly in vLLM's prefix cache, and those that were prefilled: not in the pool, behind one that is not, or
     lost in the prompt. Head and turns are not counted, nor what the planner left as text: it is in no plan.
+    captures_without_first: second captures of segments whose first one was not in the pool any more.
     segments_lost: of any kind, not found in the prompt. tokens_injected: of any kind, again after a resume.
     """
 
@@ -89,6 +90,7 @@ class Counters:
     tokens_injected: int = 0
     captures: int = 0
     captures_without_room: int = 0
+    captures_without_first: int = 0
     captures_failed: int = 0
     preemptions: int = 0
     internal_errors: int = 0

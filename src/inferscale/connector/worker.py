@@ -1,6 +1,6 @@
 """Worker side: owns the slab, carries out the scheduler side's orders, decides nothing.
 
-A step: inject, zero freed pages, load, (forward pass,) capture, save, report. All work is put on the
+A step: inject, zero freed pages, load, (forward pass,) capture, average, save, report. All work is put on the
 engine's own stream (or thread, on a CPU), in step order; that order is what makes it safe to give pages away
 in the step that reads them. Only copies from and to lower tiers run beside it (`pool.lower`). To inject the
 later layers beside the forward pass, on a stream of its own, gains nothing: both live on the memory's
@@ -17,6 +17,7 @@ import torch
 
 from inferscale.budget import MemoryBudget
 from inferscale.config import ConnectorConfig
+from inferscale.connector.averaging import Averager
 from inferscale.connector.layout import BlockLayout, LayerCache, check_layout, probe_layout
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.movement import Caches, Mover, choose_mover
@@ -61,15 +62,17 @@ class WorkerSide:
         self._cache_tokens = num_blocks * block_size
         self._layouts = self._probe(num_blocks)
         self.slab = self._allocate(free_bytes())
+        caches = Caches(layers, self._layouts)
         self.mover: Mover = choose_mover(
             self.slab,
-            Caches(layers, self._layouts),
+            caches,
             rotary,
             block_size,
             self._cache_tokens,
             config.injection_path,
             compile=config.compile_injection,
         )
+        self.averager = Averager(self.slab, caches, rotary, block_size, self.mover)
         has_tiers = disk is not None or config.host_bytes > 0
         self.lower = LowerTiers(self.slab, disk, self.mover.note_origins) if has_tiers else None
 
@@ -152,9 +155,12 @@ class WorkerSide:
         if orders.step == 0:
             return
         saves = [] if orders.tiers is None else orders.tiers.saves
-        if orders.capture is not None:
+        if orders.capture is not None or orders.averaging is not None:
             try:
-                self.mover.capture(orders.capture)
+                if orders.capture is not None:
+                    self.mover.capture(orders.capture)
+                if orders.averaging is not None:
+                    self.averager.average(orders.averaging)
             except Exception:  # captured KV is a cache: losing it costs time only
                 logger.exception("Capture failed; the segments stay text")
                 self._report.failed_captures.add(orders.step)

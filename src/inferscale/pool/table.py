@@ -7,9 +7,12 @@ its pages need not be neighbours.
 Life of an entry::
 
     reserve ──▶ WRITING ──commit──▶ RESIDENT ──evict or drop──▶ gone
-                   └──abandon──▶ gone
+                 │  ▲ └──abandon──▶ gone
+                 │  └────resume────┐
+                 └──commit_half──▶ HALF ──evict or drop──▶ gone
 
-Only RESIDENT entries are evicted. None needs to be held while it is injected: a step's injection is
+A HALF entry has the first of two captures; it cannot be used. Only RESIDENT and HALF entries are evicted,
+for nobody writes into them. None needs to be held while it is injected: a step's injection is
 ordered before it zeroes or captures anything, and workers carry out steps in order, so pages that
 are given away in the scheduling of a step are read by that step's injections first.
 """
@@ -33,7 +36,8 @@ class Entry:
     """One segment in the pool.
 
     pages: page numbers in token order. packed_rows: int32 [num_tokens] as bytes, slab row of each token.
-    owner: whose share it counts to, such as a user.
+    owner: whose share it counts to, such as a user. is_half: a second capture is still to be ordered.
+    is_idle: nobody writes into it.
     """
 
     key: str
@@ -42,6 +46,8 @@ class Entry:
     packed_rows: bytes
     num_pages: int
     owner: str = ""
+    is_half: bool = False
+    is_idle: bool = False
     is_resident: bool = False
     is_dropped: bool = False
 
@@ -51,7 +57,7 @@ class Entry:
 
 
 class _Owned:
-    """Entries of one owner, least recently used first. evictable_pages: of those that are resident."""
+    """Entries of one owner, least recently used first. evictable_pages: of those that are idle."""
 
     def __init__(self) -> None:
         self.entries: OrderedDict[str, Entry] = OrderedDict()
@@ -79,7 +85,7 @@ class PageTable:
         self._freed: list[int] = []
         self.num_evicted = 0
         self.num_resident = 0
-        self._num_evictable_pages = 0  # those of all resident entries
+        self._num_evictable_pages = 0  # those of all idle entries
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -129,12 +135,20 @@ class PageTable:
     def can_reserve(self, num_tokens: int, num_kept_pages: int = 0) -> bool:
         return self._pages_for(num_tokens) <= len(self._free) + self._num_evictable_pages - num_kept_pages
 
-    def reserve(self, key: str, num_tokens: int, num_kept_pages: int = 0, owner: str = "") -> Entry | None:
+    def reserve(
+        self,
+        key: str,
+        num_tokens: int,
+        num_kept_pages: int = 0,
+        owner: str = "",
+        *,
+        is_half: bool = False,
+    ) -> Entry | None:
         """Pages for a new segment, evicting the least recently used; None where there is no room.
 
         num_kept_pages: of the most recently used resident entries, which are not evicted. Those of an owner
         above its share go before others, as far as they are enough. Mutates nothing when it returns None.
-        `key` must not be in the table.
+        `key` must not be in the table. is_half: for the first of two captures.
         """
         assert num_tokens > 0 and key not in self._entries
         if not self.can_reserve(num_tokens, num_kept_pages):
@@ -143,12 +157,12 @@ class PageTable:
         self._put_in_order()
         queue = self._queue_for(owner, needed, num_kept_pages)
         while len(self._free) < needed:
-            victim = next(e for e in queue.values() if e.is_resident)
+            victim = next(e for e in queue.values() if e.is_idle)
             self._release(victim)
             self.num_evicted += 1
         pages = np.array([self._free.pop() for _ in range(needed)], dtype=np.int32)
         rows = (pages[:, None] * self.page_size_tokens + self._offsets).ravel()[:num_tokens]
-        entry = Entry(key, num_tokens, pages, rows.tobytes(), needed, owner)
+        entry = Entry(key, num_tokens, pages, rows.tobytes(), needed, owner, is_half)
         self._entries[key] = entry
         owned = self._owned.setdefault(owner, _Owned())
         owned.entries[key] = entry
@@ -170,13 +184,31 @@ class PageTable:
     def commit(self, key: str) -> None:
         """The pages of `key` are written: it may be injected from now on."""
         entry = self._entries.get(key)
-        if entry is None or entry.is_resident:
+        if entry is None or entry.is_idle or entry.is_half:
             return
         entry.is_resident = True
         self.num_resident += 1
-        self._num_evictable_pages += entry.num_pages
-        self._owned[entry.owner].evictable_pages += entry.num_pages
-        if entry.is_dropped:
+        self._set_idle(entry, True)
+
+    def commit_half(self, key: str) -> None:
+        """The first of two captures of `key` is written; nothing where the second was ordered meanwhile."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.is_half and not entry.is_idle:
+            self._set_idle(entry, True)
+
+    def resume(self, entry: Entry) -> None:
+        """The second of two captures of a live half entry is ordered."""
+        assert entry.is_half and not entry.is_dropped
+        entry.is_half = False
+        if entry.is_idle:
+            self._set_idle(entry, False)
+
+    def _set_idle(self, entry: Entry, is_idle: bool) -> None:
+        entry.is_idle = is_idle
+        pages = entry.num_pages if is_idle else -entry.num_pages
+        self._num_evictable_pages += pages
+        self._owned[entry.owner].evictable_pages += pages
+        if is_idle and entry.is_dropped:
             self._release(entry)
 
     def abandon(self, key: str) -> None:
@@ -193,7 +225,7 @@ class PageTable:
             if entry is None or entry.is_dropped:
                 continue
             dropped += 1
-            if entry.is_resident:
+            if entry.is_idle:
                 self._release(entry)
             else:
                 entry.is_dropped = True
@@ -213,7 +245,7 @@ class PageTable:
         """Assert that every page has exactly one owner and that counts are right; for tests and debugging."""
         owned = [int(page) for entry in self._entries.values() for page in entry.pages]
         assert sorted(owned + self._free) == list(range(self.num_pages))
-        evictable = [entry.num_pages for entry in self._entries.values() if entry.is_resident]
+        evictable = [entry.num_pages for entry in self._entries.values() if entry.is_idle]
         assert self._num_evictable_pages == sum(evictable)
         assert sum(one.pages for one in self._owned.values()) == len(owned)
         assert sum(one.evictable_pages for one in self._owned.values()) == self._num_evictable_pages
@@ -234,6 +266,8 @@ class PageTable:
         if entry.is_resident:
             entry.is_resident = False
             self.num_resident -= 1
+        if entry.is_idle:
+            entry.is_idle = False
             self._num_evictable_pages -= entry.num_pages
             owned.evictable_pages -= entry.num_pages
         pages = [int(page) for page in entry.pages]

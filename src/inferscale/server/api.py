@@ -146,6 +146,7 @@ def _add_operator_routes(api: FastAPI, service: MemoryService) -> None:
             injectable=found.num_injectable,
             pending=found.num_pending,
             injection=found.injection,
+            self_check=models.self_check_of(found.verdict),
             pool=pool,
             counters={name: int(value) for name, value in found.counters.items() if name not in pool},
         )
@@ -155,7 +156,9 @@ def _add_operator_routes(api: FastAPI, service: MemoryService) -> None:
         """Inject, or have the same facts as text, in every chat that this API process answers."""
         caller.check_operator()
         service.injects = body.enabled
-        return models.Injection(enabled=service.injects)
+        return models.Injection(
+            enabled=service.injects, reason=service.verdict.refusal if body.enabled else None
+        )
 
 
 def _add_block_routes(api: FastAPI, service: MemoryService) -> None:

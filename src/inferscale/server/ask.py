@@ -7,11 +7,13 @@ from typing import Any, NamedTuple, cast, get_args
 from inferscale.chat_plan import Mode
 from inferscale.config import ServerConfig
 from inferscale.errors import InvalidInput
+from inferscale.fact_order import FactOrder, parse_order
 from inferscale.facts import Scope
 from inferscale.filters import Filter, read_filter
+from inferscale.tail import Tail
 from inferscale.turns import read_scope
 
-_FIELDS = ("user_id", "agent_id", "run_id", "top_k", "mode", "tail", "store", "filters")
+_FIELDS = ("user_id", "agent_id", "run_id", "top_k", "mode", "tail", "order", "store", "filters")
 _MAX_TOP_K = 1000
 
 
@@ -21,12 +23,15 @@ class MemoryAsk(NamedTuple):
     scope: Scope
     top_k: int
     mode: Mode
-    tail: int
+    tail: Tail | None
+    """None: the server's, where nothing was said before the question."""
     store: bool
     """Whether what is new is remembered after the answer."""
     within: Filter | None = None
     infers: bool = False
     """What is remembered are facts that are extracted of it."""
+    order: FactOrder | None = None
+    """None: the server's."""
 
 
 def take_ask(body: dict[str, Any], config: ServerConfig) -> MemoryAsk | None:
@@ -53,15 +58,16 @@ def take_ask(body: dict[str, Any], config: ServerConfig) -> MemoryAsk | None:
         raise InvalidInput(f"memory.store is {store!r:.100}; allowed are true, false and 'infer'.")
     user_id = given.get("user_id", user)
     scope = read_scope(user_id, given.get("agent_id"), given.get("run_id"))
-    top_k = _count(given.get("top_k", config.top_k), "top_k")
-    tail = _count(given.get("tail", 0), "tail")
+    top_k = _top_k(given.get("top_k", config.top_k))
+    tail = Tail.parse(given["tail"], "memory.tail") if "tail" in given else None
+    order = parse_order(given["order"], "memory.order") if "order" in given else None
     within = read_filter(given.get("filters"))
-    return MemoryAsk(scope, top_k, cast(Mode, mode), tail, bool(store), within, infers)
+    return MemoryAsk(scope, top_k, cast(Mode, mode), tail, bool(store), within, infers, order)
 
 
-def _count(value: object, name: str) -> int:
+def _top_k(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _MAX_TOP_K:
         raise InvalidInput(
-            f"memory.{name} is {value!r:.100}; allowed are whole numbers from 0 to {_MAX_TOP_K}."
+            f"memory.top_k is {value!r:.100}; allowed are whole numbers from 0 to {_MAX_TOP_K}."
         )
     return value

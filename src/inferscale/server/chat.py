@@ -99,12 +99,16 @@ async def begin(service: MemoryService, caller: Caller, body: dict[str, Any], as
             _answer_tokens(service, body),
             caller_salt,
             ask.within,
+            ask.order,
         )
     except InvalidInput as error:  # vLLM says what is wrong, or can do what memory cannot
         turn.reason = str(error)
         return turn
     turn.prepared, turn.draft, turn.caller_salt = prepared, draft, caller_salt
     turn.reason = prepared.reason
+    if ask.mode == "inject" and service.verdict.is_refusal:
+        turn.reason = service.verdict.refusal
+        service.metrics.refused_chats.inc()
     if prepared.choice.front or prepared.choice.tail:
         _write(service, turn, body)
     return turn

@@ -12,10 +12,11 @@ from functools import partial
 
 from inferscale.chat_plan import Residents, digest_of
 from inferscale.conversation import Conversation
-from inferscale.encode_jobs import JobChooser, TurnBook
+from inferscale.encode_jobs import JobChooser, TurnBook, in_pairs
 from inferscale.encoder import EncodeJob, Encoder
 from inferscale.errors import EngineError
 from inferscale.facts import Fact, Scope
+from inferscale.plan import Order
 from inferscale.runtime.residency import ResidencyClient
 from inferscale.server.engine import EngineSide, Front
 from inferscale.server.gate import Gate
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _PART_TOKENS = 128
 """Of a pass that chats may have to wait for."""
+Passes = list[tuple[EncodeJob, ...]]
+"""Each with its jobs, in the order in which they run one after the other (`in_pairs`)."""
+
 _HEAD_IS_ENCODED = "the system text is being encoded"
 
 
@@ -41,7 +45,9 @@ class Encoding:
         threads: Threads,
         metrics: Metrics,
     ) -> None:
-        self.gate: Gate[EncodeJob] = Gate(self._encode)
+        self.gate: Gate[tuple[EncodeJob, ...]] = Gate(self._encode)
+        self.is_off = False
+        """Nothing is encoded: no use is made of it."""
         self._encoder = encoder
         self._engine = engine
         self._threads = threads
@@ -76,8 +82,8 @@ class Encoding:
         if head_key in there or not there:
             return Residents(there)
 
-        async def head_job() -> list[EncodeJob]:
-            return [self._encoder.head_job(head)]
+        async def head_job() -> Passes:
+            return [(self._encoder.head_job(head),)]
 
         self._loop.call_soon_threadsafe(partial(self.gate.put, f"head {head_key}", head_job, is_urgent=True))
         return Residents(frozenset(), _HEAD_IS_ENCODED)
@@ -95,45 +101,58 @@ class Encoding:
     def put_new(self, scope: Scope, facts: Iterable[Fact]) -> None:
         """Facts that were stored or changed in it. Others without KV, as all are after a change of model, are
         encoded when a chat misses them."""
+        if self.is_off:
+            return
         self._new.setdefault(scope, set()).update(fact.id for fact in facts)
         self.gate.put(f"new {digest_of(scope)}", lambda: self._new_jobs(scope))
 
     def put_missing(self, scope: Scope, fact_ids: Set[str]) -> None:
         """Facts that a chat of this scope found without KV."""
+        if self.is_off:
+            return
         self._missing.setdefault(scope, set()).update(fact_ids)
         self.gate.put(f"repair {digest_of(scope)}", lambda: self._repair_jobs(scope))
 
     def put_turns(self, conversation: Conversation) -> None:
+        if self.is_off:
+            return
         self._turns.put(conversation)
         self.gate.put("turns", self._turn_jobs)
 
     def put_all(self, scope: Scope) -> None:
         """What is not in the pool, as far as it has room."""
-        self.gate.put(f"warm {digest_of(scope)}", lambda: self._threads.run(self._jobs.to_warm, scope))
+        if self.is_off:
+            return
+        self.gate.put(f"warm {digest_of(scope)}", lambda: self._warm_jobs(scope))
 
-    async def _new_jobs(self, scope: Scope) -> list[EncodeJob]:
+    async def _warm_jobs(self, scope: Scope) -> Passes:
+        return in_pairs(await self._threads.run(self._jobs.to_warm, scope))
+
+    async def _new_jobs(self, scope: Scope) -> Passes:
         """For all that were stored or changed so far, and what was said right behind them."""
         fact_ids = self._new.pop(scope, set())
         plan = partial(self._encoder.new_jobs, scope, fact_ids, with_followers=True)
-        return await self._threads.run(plan)
+        return in_pairs(await self._threads.run(plan))
 
-    async def _repair_jobs(self, scope: Scope) -> list[EncodeJob]:
+    async def _repair_jobs(self, scope: Scope) -> Passes:
         """For all that chats of this scope have missed so far."""
-        return await self._threads.run(self._jobs.for_repair, scope, self._missing.pop(scope, set()))
+        missing = self._missing.pop(scope, set())
+        return in_pairs(await self._threads.run(self._jobs.for_repair, scope, missing))
 
-    async def _turn_jobs(self) -> list[EncodeJob]:
+    async def _turn_jobs(self) -> Passes:
         """Of one conversation at a time, so that new facts do not wait for all of them."""
         conversation = self._turns.take()
         if self._turns.num_waiting:
             self.gate.put("turns", self._turn_jobs)
         if conversation is None:
             return []
-        return await self._threads.run(self._jobs.for_turns, conversation)
+        return in_pairs(await self._threads.run(self._jobs.for_turns, conversation))
 
-    async def _encode(self, job: EncodeJob) -> None:
-        """One pass; in parts where chats come and go: each finds the one before in vLLM's prefix cache."""
+    async def _encode(self, jobs: tuple[EncodeJob, ...]) -> None:
+        """One pass, in one direction after the other; in parts where chats come and go: each finds the one
+        before in vLLM's prefix cache."""
         in_parts = self.gate.has_company and self._caches_prefixes
-        parts = job.in_parts(self._part_tokens) if in_parts else [job]
+        parts = [part for job in jobs for part in (job.in_parts(self._part_tokens) if in_parts else [job])]
         num_lost = 0
         for number, part in enumerate(parts):
             if number:
@@ -142,6 +161,12 @@ class Encoding:
                 return
             outcome = await self._engine.run(part.token_ids, self._encoder.plan_of(part))
             num_lost += len(part.captures) - int(outcome.get("captured", 0))
-        self._metrics.encoded.inc(0 if num_lost else job.num_facts)
+        self._metrics.encoded.inc(0 if num_lost else sum(job.num_facts for job in jobs))
         if num_lost:
-            logger.info("%d of %d segments of a pass were not captured", num_lost, len(job.captures))
+            logger.info(
+                "%d of %d segments of a pass were not captured",
+                num_lost,
+                sum(len(job.captures) for job in jobs),
+            )
+        if superseded := await self._threads.run(self._jobs.superseded, jobs):
+            await self._engine.order(Order("forget", tuple(superseded)))

@@ -17,6 +17,8 @@ from inferscale.config import ConnectorConfig, ServerConfig, connector_config, f
 from inferscale.errors import EngineError, InvalidInput
 from inferscale.plan import WIRE_KEY, Order, Plan, salt_of, to_wire
 from inferscale.prompt import ContentFormat, PromptBuilder
+from inferscale.self_check import Probe, Seen
+from inferscale.self_check.subject import seen_of
 from inferscale.tokenization import load_tokenizer
 
 CONNECTOR = "InferScaleConnector"
@@ -41,6 +43,7 @@ class Front:
     caches_prefixes: bool
     model_config: Any
     args: Any
+    vllm_config: Any = None
 
     @property
     def cors(self) -> dict[str, Any]:
@@ -85,6 +88,7 @@ def front_of(state: Any) -> Front:
         is_on_gpu=str(getattr(config.device_config, "device_type", "")) != "cpu",
         model_config=config.model_config,
         args=args,
+        vllm_config=config,
     )
 
 
@@ -155,6 +159,25 @@ class EngineSide:
         if found is None:
             raise EngineError("The engine gave no account of a request of the memory; its log may say why.")
         return found
+
+    async def probe(self, probe: Probe) -> Seen:
+        """What a request of the self-check brings."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=probe.max_tokens,
+            temperature=0.0,
+            extra_args={"kv_transfer_params": to_wire(probe.plan, self.secret)},
+            **probe.sampling,
+        )
+        prompt = {"prompt_token_ids": list(probe.token_ids), "cache_salt": salt_of(probe.plan, self.secret)}
+        name = f"inferscale-{self._start}-{next(self._numbers)}"
+        seen = Seen((), None)
+        async for output in self._client.generate(prompt, params, name):
+            if output.finished:
+                outcome = (output.kv_transfer_params or {}).get(WIRE_KEY)
+                seen = seen_of(output.outputs[0].logprobs, outcome)
+        return seen
 
     async def complete(
         self,

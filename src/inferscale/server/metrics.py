@@ -53,6 +53,14 @@ class Metrics:
             "inferscale_failed_injections_total",
             "Chats that the engine failed with injected facts, asked again with these as text",
         )
+        self.refused = _metric(
+            Gauge, "inferscale_injection_refused", "1 where the self-check refused injection for this model"
+        )
+        self.refused_chats = _metric(
+            Counter,
+            "inferscale_refused_injections_total",
+            "Chats that were to inject and had their facts as text, since the self-check refused injection",
+        )
         self.backlog = _metric(Gauge, "inferscale_encode_backlog", "Encode passes that wait or run")
         self.tiers = _metric(
             Gauge, "inferscale_tier_bytes", "Bytes of KV below the pool", labelnames=("tier", "state")

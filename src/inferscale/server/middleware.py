@@ -109,6 +109,7 @@ class MemoryMiddleware:
                 self._allow_remote = front.server.allow_remote_without_key
                 self._origins = [origin for origin in front.cors["allow_origins"] if origin != "*"]
                 service = open_service(front)
+                await service.check()
                 self._api = CORSMiddleware(memory_api(service), **front.cors)
                 service.load_embedder()
                 service.begin()

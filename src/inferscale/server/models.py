@@ -8,6 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from inferscale.facts import HistoryEvent, Scope
+from inferscale.self_check import State, Verdict
 from inferscale.server.results import ShownFact
 from inferscale.turns import MAX_METADATA_LEVELS, is_deeper
 
@@ -242,6 +243,14 @@ class Warming(BaseModel):
     pending: int
 
 
+class SelfCheck(BaseModel):
+    """What the check at the start found of moving KV in this model; where it is `refused`, nothing is
+    injected."""
+
+    state: State
+    detail: str
+
+
 class StatsAnswer(BaseModel):
     """injectable: of the scope's facts; null without a scope. pool: pages, and bytes on each worker.
     counters: of the connector."""
@@ -251,13 +260,17 @@ class StatsAnswer(BaseModel):
     injectable: int | None
     pending: int
     injection: bool
+    self_check: SelfCheck
     pool: dict[str, int]
     counters: dict[str, int]
 
 
 class Injection(BaseModel):
+    """reason: why it stays off, where it was to be switched on."""
+
     object: Literal["memory.injection"] = "memory.injection"
     enabled: bool
+    reason: str | None = None
 
 
 class ErrorDetail(BaseModel):
@@ -282,6 +295,10 @@ def found_memory(shown: ShownFact, score: float) -> FoundMemory:
 def block_of(shown: ShownFact) -> Block:
     fields = {name: value for name, value in _fields(shown).items() if name in Block.model_fields}
     return Block(name=shown.fact.block or "", **fields)
+
+
+def self_check_of(verdict: Verdict) -> SelfCheck:
+    return SelfCheck(state=verdict.state, detail=str(verdict))
 
 
 def event_of(event: HistoryEvent) -> Event:

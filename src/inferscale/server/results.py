@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from inferscale.facts import ChangeEvent, Fact
+from inferscale.self_check import Verdict, passed_over
 
 
 class ShownFact(NamedTuple):
@@ -31,10 +32,12 @@ class FactPage(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """num_injectable: None where it was not asked for a scope. counters: the connector's and the pool's."""
+    """num_injectable: None where it was not asked for a scope. counters: the connector's and the pool's.
+    verdict: of the self-check."""
 
     num_facts: int
     num_injectable: int | None
     num_pending: int
     injection: bool
     counters: Mapping[str, Any]
+    verdict: Verdict = passed_over("it has not run yet")

@@ -18,14 +18,17 @@ from inferscale.catalog.results import Added
 from inferscale.chat_plan import ChatPlanner, Mode, PreparedChat, digest_of
 from inferscale.encoder import Encoder
 from inferscale.errors import EngineError, UnknownFact, UnknownScope
+from inferscale.fact_order import FactOrder
 from inferscale.facts import Fact, HistoryEvent, Scope, SearchHit
 from inferscale.filters import Filter
 from inferscale.memory import Memory
 from inferscale.plan import Plan, cache_salt
 from inferscale.prompt import Draft
+from inferscale.runtime.engine_log import share_engine_log
 from inferscale.runtime.folder_lock import remove_runtime_dir
 from inferscale.runtime.residency import ResidencyClient
 from inferscale.runtime.secret import load_secret, open_runtime_dir
+from inferscale.self_check import passed_over
 from inferscale.server.encoding import Encoding
 from inferscale.server.engine import EngineSide, Front, prompt_builder
 from inferscale.server.extraction import Extractions, ServerExtraction
@@ -34,7 +37,9 @@ from inferscale.server.keys import Caller, check_readable
 from inferscale.server.metrics import Metrics
 from inferscale.server.prefetch import Prefetch
 from inferscale.server.results import FactPage, InferredFacts, ShownFact, Stats
+from inferscale.server.self_check import check_engine
 from inferscale.server.threads import Threads
+from inferscale.tail import Tail
 from inferscale.turns import Content
 from inferscale.windows import WindowPolicy
 
@@ -58,8 +63,9 @@ class MemoryService:
         self.residency = residency
         self.engine = engine
         self.metrics = Metrics()
-        self.injects = True
-        """Switched by an operator; else every chat has its facts as text."""
+        self.verdict = passed_over("it has not run yet")
+        """Of the self-check."""
+        self._is_switched_on = True
         self._threads = Threads()
         self._run = self._threads.run
         self._encoding = Encoding(front, encoder, residency, engine, self._threads, self.metrics)
@@ -68,13 +74,37 @@ class MemoryService:
         self._forget = self._forgetting.forget
         self._prefetch = Prefetch(front, encoder, residency, engine, self._threads)
         ask = self._encoding.ask_resident
-        self.planner = ChatPlanner(memory, encoder, front.max_model_len, ask, keeps_turns=True)
+        tail = Tail.parse(front.server.tail, "server.tail")
+        self.planner = ChatPlanner(
+            memory,
+            encoder,
+            front.max_model_len,
+            ask,
+            keeps_turns=True,
+            tail=tail,
+            order=front.server.order,
+        )
         memory.check_text = self.planner.check_length
         model = ServerExtraction(engine, self.planner.prompts, front.max_model_len, self.gate.give_way)
         self._extractions = Extractions(memory, model, front.max_model_len)
         given = front.server.min_injected_tokens
         default = _GPU_MIN_INJECTED_TOKENS if front.is_on_gpu else 0
         self._min_injected_tokens = default if given is None else given
+
+    @property
+    def injects(self) -> bool:
+        """As an operator switches; never where the self-check refused it. Else facts are text in chats."""
+        return self._is_switched_on and not self.verdict.is_refusal
+
+    @injects.setter
+    def injects(self, wanted: bool) -> None:
+        self._is_switched_on = wanted
+
+    async def check(self) -> None:
+        """The self-check; before anything is encoded. Where it refuses injection, nothing is."""
+        self.verdict = await check_engine(self.front, self.engine, self.encoder, self.memory)
+        self._encoding.is_off = self.verdict.is_refusal
+        self.metrics.refused.set(self.verdict.is_refusal)
 
     # memory -----------------------------------------------------------------------------------
 
@@ -237,7 +267,7 @@ class MemoryService:
         else:
             facts = self.memory.catalog.facts(scope)
             num_facts, num_injectable = len(facts), len(self._encoding.injectable(facts))
-        return Stats(num_facts, num_injectable, self.gate.num_waiting, self.injects, counters)
+        return Stats(num_facts, num_injectable, self.gate.num_waiting, self.injects, counters, self.verdict)
 
     def check_readable(self, caller: Caller, scope: Scope) -> None:
         """Raise InvalidInput for a scope that may not be read as it is."""
@@ -268,19 +298,20 @@ class MemoryService:
         scope: Scope,
         top_k: int,
         mode: Mode,
-        tail: int,
+        tail: Tail | None,
         max_tokens: int,
         caller_salt: str = "",
         within: Filter | None = None,
+        order: FactOrder | None = None,
     ) -> PreparedChat:
         """A chat with the best facts; what has to be encoded for the next one is. Raises InvalidInput."""
         stored = self._readable(caller, scope)
-        chat = (draft, stored, top_k, mode, tail, max_tokens, caller_salt, within)
+        chat = (draft, stored, top_k, mode, tail, max_tokens, caller_salt, within, order)
         prepared = await self._forgetting.run_purged(lambda: self.planner.prepare(*chat))
-        missing = {candidate.fact.id for candidate in prepared.choice.missing}
-        if missing:
-            self._encoding.put_missing(stored, missing)
-        if missing and prepared.plan is None and prepared.reason is None:
+        unencoded = {candidate.fact.id for candidate in prepared.choice.unencoded}
+        if unencoded:
+            self._encoding.put_missing(stored, unencoded)
+        if prepared.choice.missing and prepared.plan is None and prepared.reason is None:
             prepared = prepared._replace(reason=_NOT_ENCODED)
         if prepared.plan is not None and sum(prepared.plan.table.lengths) < self._min_injected_tokens:
             prepared = prepared._replace(plan=None, reason=_TOO_FEW)
@@ -360,6 +391,7 @@ def open_service(front: Front) -> MemoryService:
 
     Raises InferScaleError.
     """
+    share_engine_log()
     folder = open_runtime_dir(str(front.runtime_dir))
     residency = ResidencyClient(folder)
     engine = EngineSide(front.client, residency.model(), load_secret(folder))
@@ -369,7 +401,7 @@ def open_service(front: Front) -> MemoryService:
         memory.catalog,
         prompt_builder(front),
         engine.model,
-        WindowPolicy(encoding.window, encoding.stride),
+        WindowPolicy(encoding.window, encoding.stride, encoding.mixed),
         front.max_model_len - 1,
     )
     return MemoryService(front, memory, encoder, residency, engine)

@@ -190,6 +190,10 @@ class EngineHost:
             finish_reason=completion.finish_reason,
         )
 
+    def turn_wrongly(self, factor: float) -> None:
+        """Injection moves keys by `factor` times what it should; 1 mends it."""
+        turn_wrongly(factor)
+
     # step by step -------------------------------------------------------------------------------
 
     def add(self, request: Request) -> str:
@@ -330,3 +334,14 @@ def _token_bytes(checkpoint: str) -> int:
     config = AutoConfig.from_pretrained(checkpoint)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 4)
+
+
+def turn_wrongly(factor: float) -> None:
+    """From now on the portable path of this process moves keys by `factor` times what it should."""
+    from inferscale import rope
+    from inferscale.connector import movement
+
+    def turned(deltas: Any, rotary: Any) -> Any:
+        return rope.delta_cos_sin((deltas * factor).to(deltas.dtype), rotary)
+
+    movement.delta_cos_sin = turned  # type: ignore[attr-defined]

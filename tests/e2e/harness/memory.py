@@ -13,8 +13,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from harness.child import turn_wrongly
 from harness.engine import OPERATION_TIMEOUT_S, START_TIMEOUT_S, EngineFailed, _fork_server
 from inferscale.facts import Fact
+from inferscale.self_check import Verdict
 
 
 @dataclass(frozen=True)
@@ -171,6 +173,17 @@ class MemoryHost:
             return submit(request, answers)
 
         self.llm.engine._submit = recorded  # type: ignore[method-assign]
+
+    def verdict(self) -> Verdict:
+        """Of the self-check."""
+        return self.llm.verdict
+
+    def check_again(self, factor: float) -> Verdict:
+        """The self-check once more, as at a start, with keys moved by `factor` times what they should be."""
+        turn_wrongly(factor)
+        self.llm.engine.connector = replace(self.llm.engine.connector, self_check="always")
+        self.llm._check_engine()
+        return self.llm.verdict
 
     def sent(self) -> list[Sent]:
         """What reached the engine since the last call, in order; orders too."""

@@ -16,6 +16,7 @@ export class StatusLine extends EventTarget {
   #round = 0;
   #wasDown = false;
   #mayNotSwitch = false;
+  #isRefused = false;
 
   constructor(api, scope, key) {
     super();
@@ -51,6 +52,7 @@ export class StatusLine extends EventTarget {
     byId("stat-pool").textContent = poolUse(stats.pool ?? {});
     // Without a scope the server does not count what is injectable.
     byId("warm").hidden = !(stats.injection && typeof stats.injectable === "number" && stats.injectable < stats.facts);
+    this.#isRefused = stats.self_check?.state === "refused";
     this.#showInjection(stats.injection);
     this.#isUp();
     this.dispatchEvent(Object.assign(new Event("stats"), { stats }));
@@ -91,8 +93,10 @@ export class StatusLine extends EventTarget {
     const button = byId("injection");
     button.setAttribute("aria-checked", String(isOn));
     byId("injection-state").textContent = isOn ? "on" : "off";
-    button.disabled = this.#mayNotSwitch;
-    byId("injection-note").textContent = this.#mayNotSwitch ? "This key may not switch injection." : "";
+    button.disabled = this.#mayNotSwitch || this.#isRefused;
+    let note = this.#mayNotSwitch ? "This key may not switch injection." : "";
+    if (this.#isRefused) note = "The server's self-check refused injection for this model.";
+    byId("injection-note").textContent = note;
   }
 
   /** Another key may have other rights. */
