@@ -26,7 +26,7 @@ from inferscale.config import DEFAULT_TAIL
 from inferscale.errors import EngineError, InvalidInput
 from inferscale.offline import GenerationRequest
 from inferscale.tail import NO_TAIL, Tail
-from inferscale.windows import sliding
+from inferscale.windows import mixed, sliding
 
 POLICY = sliding(4, 4)
 LOAD = ThroughputOptions(users=3, k=6, output_tokens=5, rounds=2, repeats=3, tail=NO_TAIL)
@@ -51,6 +51,33 @@ def ttft_rows(engine: BenchEngine, *ks: int, out: Path | None = None, num_questi
 
 def values(rows: list[Row], metric: str) -> dict[tuple[Any, Any], float]:
     return {(row["k"], row["mode"]): row["p50"] for row in rows if row["metric"] == metric}
+
+
+# encode -------------------------------------------------------------------------------------------
+
+
+def test_a_user_with_enough_facts_has_mixed_passes() -> None:
+    engine, source, need = fake_engine(), RandomSource(RandomTokens(facts_per_user=24)), Need(6, 1)
+    encoding = encoding_for(engine, source, need, mixed(12))
+    assert str(encoding.policy) == "mixed(12)"
+    cost = encode_users(engine, encoding, [0])
+    lengths = [len(ids) for ids in encoding.workload.facts(0)]
+    assert (cost.passes, cost.facts, cost.stored_tokens) == (4, 24, sum(lengths))
+    assert cost.pass_tokens == 2 * (sum(lengths) + 2 * len(encoding.workload.head))
+    first, second = encoding.jobs(0)[:2]
+    assert [span.key for span in first.captures[1:]] == [span.key for span in second.captures[:0:-1]]
+    assert [{span.part for span in job.captures} for job in (first, second)] == [{0, 1}, {0, 2}]
+    ids = encoding.workload.facts(0)
+    by_key = {span.key: first.token_ids[span.start : span.end] for span in first.captures}
+    assert all(ids[item] == by_key[key] for item, key in encoding.keys(0).items() if key in by_key)
+    assert len(set(encoding.keys(0).values())) == 24
+
+
+def test_a_user_with_few_facts_has_none() -> None:
+    source, need = RandomSource(RandomTokens(facts_per_user=5)), Need(5, 1)
+    encoding = encoding_for(fake_engine(), source, need, mixed(12))
+    assert str(encoding.policy) == "sliding(20,20)", "the rows say what was done"
+    assert {span.part for job in encoding.jobs(0) for span in job.captures} == {0}
 
 
 # ttft ---------------------------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_the_order_is_a_setting_and_of_each_chat(made: Any) -> None:
     assert lines(told) == letters
     assert lines(told, order="best-last")[-1] == "F"
     for ask in (lambda: made(order="best"), lambda: lines(llm, order="best")):
-        with pytest.raises(InvalidInput, match="order is 'best'; allowed are best-last, chronological, session"):
+        with pytest.raises(InvalidInput, match="order is 'best'; allowed are best-last, chronological"):
             ask()
 
 

@@ -172,7 +172,7 @@ def test_bad_input_is_one_clear_error(folder: Path, arguments: list[str], messag
     ("command", "options"),
     [
         ("demo", {"--questions": 0, "--top-k": -1, "--tail": "x", "--max-model-len": 0, "--pool-size": "x"}),
-        ("chat", {"--max-tokens": 0, "--top-k": -1, "--tail": -1, "--pool-size": "0"}),
+        ("chat", {"--max-tokens": 0, "--top-k": -1, "--tail": -1, "--order": "x", "--pool-size": "0"}),
         ("bench ttft", {"--questions": 0, "--number": 0, "--tail": -1}),
         ("search x", {"--top-k": -1}),
         ("list", {"--limit": -1}),

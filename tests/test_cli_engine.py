@@ -133,14 +133,14 @@ def asked(llm: FakeLLM) -> list[list[str]]:
 
 
 def test_one_question(opened: list[FakeLLM]) -> None:
-    counts = ["--top-k", "3", "--tail", "1", "--max-tokens", "9"]
+    counts = ["--top-k", "3", "--tail", "1", "--order", "session", "--max-tokens", "9"]
     result = run("chat", "Where does she live?", *ANA, *counts, "--filter", '{"topic": "home"}')
     assert result.stdout == "answer to 1\n"
     assert "[inject: TTFT 10 ms, 30 tokens injected, 10 prefilled, 0 missing]" in result.stderr
     (llm,) = opened
     (chat,) = llm.chats
     wanted = {"user_id": "ana", "top_k": 3, "tail": Tail(1), "max_tokens": 9, "mode": "inject"}
-    wanted |= {"filters": {"topic": "home"}}
+    wanted |= {"filters": {"topic": "home"}, "order": "session"}
     assert {name: chat[name] for name in wanted} == wanted
     assert llm.warmed == []
     assert llm.settings["repair_after_chat"] is False
@@ -153,6 +153,7 @@ def test_one_question_as_json(opened: list[FakeLLM]) -> None:
     row = json.loads(run("chat", "-", *ANA, "--json", stdin="Where?").stdout)
     assert (row["text"], row["mode"], row["facts"]) == (" answer to 1 ", "inject", ["fact-1"])
     assert opened[0].chats[0]["tail"] is None, "MemoryLLM knows the default"
+    assert opened[0].chats[0]["order"] == "best-last"
     assert "hits" not in row
 
 

@@ -339,7 +339,8 @@ def test_a_dry_run_prints_the_command_for_a_shell(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(tmp_path)
     result = run(
         *("org/model", "--port", "1", "--window=5", "-tp", "1", "--keys-file", "keys.json", "--user-field"),
-        *("--data-dir", "data", "--pool-size", "64MiB", "--top-k", "7", "--stride", "3", "--mixed", "0", "--print-command"),
+        *("--data-dir", "data", "--pool-size", "64MiB", "--top-k", "7", "--stride", "3", "--print-command"),
+        *("--mixed", "0"),
         *("--tail", "300 tokens,5", "--self-check", "always", "--order", "session"),
         *("--injection-path", "portable", "--embedder", "static", "--embedder-device", "cpu"),
         *("--chat-template", "a b", "--", "--seed", "0"),

@@ -11,6 +11,7 @@ from inferscale.config import (
     ConnectorConfig,
     EncodingConfig,
     MemoryConfig,
+    ServerConfig,
     default_data_dir,
     default_runtime_dir,
     from_mapping,

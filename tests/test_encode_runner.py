@@ -18,6 +18,7 @@ from inferscale.encode_runner import EncodeProgress, EncodeRunner
 from inferscale.encoder import EncodeJob, Encoder
 from inferscale.facts import Fact, Scope
 from inferscale.offline import Finished, Generation, GenerationRequest
+from inferscale.plan import Order, Span
 from inferscale.prompt import PromptBuilder
 from inferscale.windows import WindowPolicy
 from test_prompt import CHATML, tokenizer_with
@@ -28,13 +29,16 @@ ANA, BOB = Scope("ana"), Scope("bob")
 class FakeEngine:
     """Holds what is captured; draws requests as the real one does, and finishes the last drawn first.
 
-    full: keys that find no room. pages, page_size: of the pool that `stats` describes.
+    half: keys of which part 1 was captured. full: keys that find no room. pages, page_size: of the pool that
+    `stats` describes.
     """
 
     def __init__(self, step_tokens: int = 1000) -> None:
         self.step_tokens = step_tokens
         self.pool: set[str] = set()
+        self.half: set[str] = set()
         self.full: set[str] = set()
+        self.forgotten: list[str] = []
         self.failing = False
         self.free_pages, self.page_size = 10_000, 16
         self.run: list[GenerationRequest] = []
@@ -52,9 +56,10 @@ class FakeEngine:
         source = enumerate(requests)
         try:
             while batch := list(islice(source, 3)):
-                for place, request in reversed(batch):
+                done = [Finished(place, self._capture(request)) for place, request in batch]
+                for (_, request), finished in zip(reversed(batch), reversed(done), strict=True):
                     self.run.append(request)
-                    yield Finished(place, self._capture(request))
+                    yield finished
         finally:
             self.is_closed = True
 
@@ -62,10 +67,17 @@ class FakeEngine:
         if self.failing:
             raise RuntimeError("gone")
         assert request.plan is not None
-        keys = {span.key for span in request.plan.captures}
-        self.pool |= keys - self.full
-        outcome = {"captured": len(keys & self.pool)}
-        return Generation("", (1,), 0.0, 0.0, 0, outcome, "length")
+        spans = [span for span in request.plan.captures if span.key not in self.full]
+        spans = [span for span in spans if span.part != 2 or span.key in self.half]
+        self.half |= {span.key for span in spans if span.part == 1}
+        self.pool |= {span.key for span in spans if span.part != 1}
+        return Generation("", (1,), 0.0, 0.0, 0, {"captured": len(spans)}, "length")
+
+    def order(self, order: Order) -> dict[str, Any]:
+        assert order.op == "forget"
+        self.forgotten += order.keys
+        self.pool -= set(order.keys)
+        return {}
 
     def resident(self, keys: Sequence[str]) -> list[bool]:
         return [key in self.pool for key in keys]
@@ -204,6 +216,17 @@ def test_repair_runs_the_passes_of_the_missing_facts_once(
     assert set(runner.encoder.keys(fact.id for fact in [*facts, new]).values()) <= engine.pool
 
 
+def test_what_came_meanwhile_is_not_repaired(
+    catalog: Catalog, runner: EncodeRunner, engine: FakeEngine
+) -> None:
+    facts = said(catalog, ANA, 9)
+    runner.encode_new(ANA)
+    engine.pool.discard(runner.encoder.keys([facts[0].id])[facts[0].id])
+    engine.run.clear()
+    assert runner.repair(ANA, [facts[0], facts[8]]).done_jobs == len(engine.run) == 1
+    assert runner.repair(ANA, [facts[0], facts[8]]).done_jobs == 0
+
+
 def test_warm_takes_the_newest_that_fit(
     catalog: Catalog, runner: EncodeRunner, engine: FakeEngine, prompts: PromptBuilder
 ) -> None:
@@ -244,13 +267,88 @@ def test_python_costs_little(catalog: Catalog, runner: EncodeRunner) -> None:
 
 
 def test_repetitions_keep_what_is_new_in_part() -> None:
-    from inferscale.plan import Span
-
     def job(*keys: str) -> EncodeJob:
         return EncodeJob(ANA, (1,), tuple(Span(key, 0, 1) for key in keys))
 
     jobs = [job("anchor", "a"), job("anchor", "a"), job("anchor", "a", "b"), job("anchor", "b")]
     assert encode_jobs.without_repetitions(jobs) == [jobs[0], jobs[2]]
+
+
+def test_the_two_directions_of_a_pass_are_no_repetitions() -> None:
+    def job(part: int, *keys: str) -> EncodeJob:
+        facts = (Span(key, 1, 2, part=part) for key in keys)
+        return EncodeJob(ANA, (1, 2), (Span("anchor", 0, 1), *facts))
+
+    pair, other = [job(1, "a", "b"), job(2, "b", "a")], job(0, "c")
+    assert encode_jobs.without_repetitions([*pair, *pair, other, *pair]) == [*pair, other]
+    assert encode_jobs.in_pairs([other, *pair, *pair, other]) == [
+        (other,),
+        tuple(pair),
+        tuple(pair),
+        (other,),
+    ]
+    assert encode_jobs.in_pairs(pair[::-1]) == [(pair[1],), (pair[0],)], "in no other order"
+
+
+@pytest.fixture
+def mixing(catalog: Catalog, prompts: PromptBuilder, engine: FakeEngine) -> EncodeRunner:
+    encoder = Encoder(catalog, prompts, "m", WindowPolicy(2, 3, 8), 4000)
+    return EncodeRunner(engine, encoder)  # type: ignore[arg-type]
+
+
+def test_mixed_passes_run_in_both_directions_and_count_once(
+    catalog: Catalog, mixing: EncodeRunner, engine: FakeEngine, prompts: PromptBuilder
+) -> None:
+    facts = said(catalog, ANA, 24)
+    state = mixing.encode_new(ANA)
+    assert (state.done_jobs, state.jobs, state.num_failed, state.stored_facts) == (6, 6, 0, 24)
+    tokens = sum(len(prompts.fact_ids(fact)) for fact in facts)
+    assert state.stored_tokens == tokens
+    assert state.computed_tokens == 2 * (tokens + 3 * len(prompts.anchor_ids))
+    assert set(mixing.encoder.keys(fact.id for fact in facts).values()) <= engine.pool
+    assert engine.forgotten == []
+
+
+def test_a_repaired_fact_brings_both_directions_of_its_pass(
+    catalog: Catalog, mixing: EncodeRunner, engine: FakeEngine
+) -> None:
+    facts = said(catalog, ANA, 24)
+    mixing.encode_new(ANA)
+    keys = mixing.encoder.keys(fact.id for fact in facts)
+    engine.pool.clear()
+    engine.half.clear()
+    state = mixing.repair(ANA, facts[:1])
+    assert (state.done_jobs, state.num_failed, state.stored_facts) == (2, 0, 8)
+    assert keys[facts[0].id] in engine.pool
+
+
+def test_what_mixed_passes_replace_leaves_the_pool(
+    catalog: Catalog, mixing: EncodeRunner, engine: FakeEngine
+) -> None:
+    facts = said(catalog, ANA, 3)
+    mixing.encode_new(ANA)
+    before = mixing.encoder.keys(fact.id for fact in facts)
+    assert set(before.values()) <= engine.pool
+    engine.pool.discard(gone := before[facts[2].id])
+    facts += said(catalog, ANA, 5, start=3)
+    mixing.encode_new(ANA, only={facts[-1].id})
+    assert set(engine.forgotten) == set(before.values()) - {gone}, "no order names what is not there"
+    after = mixing.encoder.keys(fact.id for fact in facts)
+    assert engine.pool == {mixing.encoder.anchor_key, *after.values()}
+
+
+def test_warm_takes_both_directions_or_none(
+    catalog: Catalog, mixing: EncodeRunner, engine: FakeEngine, prompts: PromptBuilder
+) -> None:
+    said(catalog, ANA, 24)
+    *_, last = encode_jobs.in_pairs(mixing.encoder.new_jobs(ANA))
+    spans = [span for job in last[:1] for span in job.captures]
+    needed = sum(-(-(span.end - span.start) // engine.page_size) for span in spans)
+    engine.free_pages = needed - 1
+    assert mixing.warm(ANA).jobs == 0
+    engine.free_pages = needed + 1
+    state = mixing.warm(ANA)
+    assert (state.jobs, state.num_failed, state.stored_facts) == (2, 0, 8)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in another process"])

@@ -454,7 +454,8 @@ def test_passes_of_older_catalogs_have_one_direction(tmp_path: Path) -> None:
         raw.execute("INSERT INTO scopes (user_id) VALUES ('ana')")
         for number in (1, 2):
             raw.execute(
-                "INSERT INTO facts (seq, id, scope, text, created_at, metadata) VALUES (?, ?, 1, 'x', 1, '{}')",
+                "INSERT INTO facts (seq, id, scope, text, created_at, metadata) "
+                "VALUES (?, ?, 1, 'x', 1, '{}')",
                 (number, f"id {number}"),
             )
         raw.execute("INSERT INTO passes (model, scope, num_window) VALUES ('m', 1, 0)")

@@ -113,7 +113,7 @@ def test_two_directions_count_more_than_a_newer_one(catalog: Catalog) -> None:
     found = catalog.passes.encodings("m", [a, b, c])
     assert {id: encoding.key for id, encoding in found.items()} == {a: "a2", b: "b2", c: "c3"}
     assert found[b].pass_id == both
-    assert catalog.recalled(ANA, seqs, "m").keys == {a: "a2", b: "b2", c: "c3"}
+    assert catalog.found_facts(ANA, seqs, "m").keys == {a: "a2", b: "b2", c: "c3"}
     assert catalog.passes.superseded_keys("m", ["a2"]) == ["a1"]
     assert catalog.passes.superseded_keys("m", ["a2", "b2"]) == ["a1", "b1", "b3"]
     assert set(catalog.passes.keys_attending(a)) == {"a1", "b1", "other a", "other b", "a2", "b2", "b3", "c3"}

@@ -178,9 +178,7 @@ def test_the_order_decides_nothing_but_places() -> None:
     assert ids(choice.tail) == ["f2", "f5"], "the best one is last"
     assert (ids(choice.missing), choice.num_left_out, choice.num_recomputed) == (["f2"], 1, 0)
     (block,) = said((99, None))
-    with_block = choose(
-        said(*FACTS), tail=Tail(0), budget_tokens=100, blocks=[block], order="chronological"
-    )
+    with_block = choose(said(*FACTS), tail=Tail(0), budget_tokens=100, blocks=[block], order="chronological")
     assert ids(with_block.front)[:2] == ["f99", "f1"]
 
 

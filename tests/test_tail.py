@@ -48,7 +48,7 @@ def test_read_and_written(given: Any, tail: Tail, written: str) -> None:
      "5 facts", "t", "%", "٣", "5;10%", "1e3", "9" * 5000, float("nan")],
 )  # fmt: skip
 def test_what_is_no_tail(value: Any) -> None:
-    with pytest.raises(InvalidInput, match=r"memory.tail is .*; allowed are .* such as '5,10%'") as caught:
+    with pytest.raises(InvalidInput, match=r"memory.tail is .*; allowed are .* such as '6,12%'") as caught:
         Tail.parse(value, "memory.tail")
     assert len(str(caught.value)) < 400
 

@@ -28,7 +28,7 @@ SelfCheck = Literal["auto", "always", "never"]
 
 AUTO = "auto"
 DEFAULT_POOL_BYTES = 2**30
-DEFAULT_TAIL = "5,10%"
+DEFAULT_TAIL = "6,12%"
 """Of a question without earlier turns (`tail`)."""
 DEFAULT_ORDER: FactOrder = "best-last"
 MIN_MIXED, MAX_MIXED = 4, 512

@@ -49,9 +49,13 @@ class JobChooser:
         return strays
 
     def for_repair(self, scope: Scope, fact_ids: Set[str]) -> list[EncodeJob]:
-        """The passes that hold these facts, new ones where a fact was never encoded."""
+        """The passes that hold those of these facts that are still missing, new ones where a fact was never
+        encoded. Raises EngineError where the engine does not answer."""
         jobs = self.encoder.new_jobs(scope, fact_ids)
-        return without_repetitions([*jobs, *self._rebuilds(fact_ids, jobs)])
+        keys = self.encoder.keys(fact_ids)
+        there = self.resident(list(keys.values()))
+        missing = (id for id, key in keys.items() if key not in there)
+        return without_repetitions([*jobs, *self._rebuilds(missing, jobs)])
 
     def to_warm(self, scope: Scope) -> list[EncodeJob]:
         """Passes of every fact of the scope that is not resident, as far as the pool has free pages."""

@@ -324,7 +324,7 @@ class MemoryLLM:
         mode: `inject` takes their KV from the pool, `text` prefills the same text, `none` leaves
         memory out. tail: so many of the best facts, which stand last, are prefilled instead of
         injected; they then see all others. `5` facts, `"10%"` of the facts' tokens, `"300t"` tokens, the
-        smallest of several as in `"5,10%"`, 0 for none (`Tail`). None: as `MemoryLLM` was told, `"5,10%"` by
+        smallest of several as in `"6,12%"`, 0 for none (`Tail`). None: as `MemoryLLM` was told, `"6,12%"` by
         default, where nothing was said before the question, else none. order: of the facts, `best-last`,
         `chronological` or `session` (`fact_order`); those that are recomputed stand behind the others. None:
         as `MemoryLLM` was told, `best-last` by default. filters: as in `Memory.search`. A scope without facts

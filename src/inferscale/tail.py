@@ -5,7 +5,7 @@ A setting, as people write it (`Tail.parse`):
     5           at most 5 facts
     10%         facts with at most 10 % of the tokens of all facts found that are in the prompt
     300t        facts with at most 300 tokens
-    5,10%       the smallest of these
+    6,12%       the smallest of these
     0           none
 
 A share stands in for one of text memory's time to first token, which nobody knows before it is measured: most
@@ -62,7 +62,7 @@ class Tail:
 
     @classmethod
     def parse(cls, value: int | str | Tail, name: str = "tail") -> Tail:
-        """`5`, `"10%"`, `"300 tokens"`, `"5,10%"`. name: of the setting, for InvalidInput."""
+        """`5`, `"10%"`, `"300 tokens"`, `"6,12%"`. name: of the setting, for InvalidInput."""
         if isinstance(value, Tail):
             return value
         text = str(value) if isinstance(value, int | str) and not isinstance(value, bool) else ""
@@ -76,7 +76,7 @@ class Tail:
             raise InvalidInput(
                 f"{name} is {value!r:.100}; allowed are a whole number of facts such as 5, a share of their "
                 "tokens up to 100 such as '10%', a number of tokens such as '300t', and several of them, of "
-                "which the smallest counts, such as '5,10%'. Give 0 for none."
+                "which the smallest counts, such as '6,12%'. Give 0 for none."
             )
         facts, tokens = (min(map(int, found[kind]), default=None) for kind in ("facts", "tokens"))
         share = min(found["share"], default=None)

@@ -69,7 +69,7 @@ def test_the_default_is_the_configuration_s() -> None:
     encoding = EncodingConfig()
     window = WindowPolicy(encoding.window, encoding.stride, encoding.mixed)
     assert Policy.default() == Policy(window, Tail.parse(DEFAULT_TAIL))
-    assert Policy.parse("mixed(60)+tail5,10%") == Policy.default()
+    assert Policy.parse("mixed(60)+tail6,12%") == Policy.default()
     assert Policy.parse("mixed(60)") != Policy.default(), "no tail is named: none is recomputed"
 
 
@@ -82,4 +82,5 @@ def test_policies_with_the_same_prompts() -> None:
         for suffix in ("", "+tail2", "+tail2+session", "+session+tail2", "+session", "+chronological")
     }
     assert told == {"best-last", "tail2+session", "session", "chronological"}
-    assert Policy.parse("window(5)+tail2+session").arrangement == Policy.parse("alone+session+tail2").arrangement
+    one, other = Policy.parse("window(5)+tail2+session"), Policy.parse("alone+session+tail2")
+    assert one.arrangement == other.arrangement

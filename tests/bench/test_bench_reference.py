@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,42 @@ def test_keys_move_with_their_facts(model: Callable[[int], Path]) -> None:
     assert shallow.can_inject
     assert shallow.logprobs(case, jobs) == pytest.approx(shallow.logprobs(text), abs=1e-4)
     assert deep.logprobs(case, jobs) != pytest.approx(deep.logprobs(text), abs=1e-2)
+
+
+def test_what_two_passes_capture_is_the_mean_of_both(model: Callable[[int], Path]) -> None:
+    """Two passes that say the same are as one; of two that differ, neither is what is injected."""
+    reference = Reference(str(model(2)))
+    case, [whole] = injected_case(("head", "second", "first"))
+
+    def parted(*jobs: EncodeJob) -> list[EncodeJob]:
+        return [
+            job._replace(captures=tuple(replace(span, part=number) for span in job.captures))
+            for number, job in enumerate(jobs, start=1)
+        ]
+
+    other = EncodeJob(
+        Scope(),
+        (*HEAD, *SECOND, *FIRST),
+        (Span("head", 0, 3), Span("second", 3, 5), Span("first", 5, 10)),
+    )
+    one, two = reference.logprobs(case, [whole]), reference.logprobs(case, [other])
+    assert reference.logprobs(case, parted(whole, whole)) == pytest.approx(one, abs=1e-4)
+    mean = reference.logprobs(case, parted(whole, other))
+    assert mean == pytest.approx(reference.logprobs(case, parted(other, whole)), abs=1e-4)
+    assert mean != pytest.approx(one, abs=1e-2)
+    assert mean != pytest.approx(two, abs=1e-2)
+
+
+def test_keys_are_turned_to_one_place_before_their_mean(model: Callable[[int], Path]) -> None:
+    """In a single layer both passes hold the same key but for its position."""
+    shallow = Reference(str(model(1)))
+    case, [whole] = injected_case(("head", "first", "second"))
+    other = EncodeJob(
+        Scope(), (*HEAD, *SECOND, *FIRST), (Span("second", 3, 5, part=2), Span("first", 5, 10, part=2))
+    )
+    first = whole._replace(captures=(whole.captures[0], *(replace(s, part=1) for s in whole.captures[1:])))
+    text = shallow.logprobs(case._replace(plan=None))
+    assert shallow.logprobs(case, [first, other]) == pytest.approx(text, abs=1e-4)
 
 
 def test_rows_say_how_far_the_engine_is_from_it(model: Callable[[int], Path]) -> None:

@@ -275,6 +275,25 @@ def test_policies_of_one_window_share_its_passes_and_no_two_the_prefix_cache(
     assert salts == {"sliding(2,2)", "sliding(2,2)+tail2"}
 
 
+def test_both_directions_of_mixed_passes_are_paid_for(
+    prompts: PromptBuilder, conversation: GoldConversation
+) -> None:
+    offline, engine = engine_of()
+    one = measurement(engine, prompts, policies="mixed(6);sliding(2,2)", num_timed=0)
+    one.ask(conversation)
+    arms = one.results.arms
+    mixed, sliding = (arms[Arm("inject", Policy.parse(name))] for name in ("mixed(6)", "sliding(2,2)"))
+    [cost], [other] = mixed.costs, sliding.costs
+    assert cost.stored_tokens == other.stored_tokens, "each fact is stored once"
+    anchor = len(prompts.anchor_ids)
+    assert cost.computed_tokens == 2 * (anchor + cost.stored_tokens)
+    parts = [{span.part for span in request.plan.captures} for request in offline.encoded]  # type: ignore[union-attr]
+    assert parts[:2] == [{0, 1}, {0, 2}]
+    check = one.results.checks[-1]
+    assert check.policy == "mixed(6)"
+    assert {span.part for job in check.jobs for span in job.captures} == {0, 1, 2}
+
+
 def test_an_interrupted_run_goes_on_where_it_was(
     prompts: PromptBuilder, conversation: GoldConversation, tmp_path: Path
 ) -> None:

@@ -180,7 +180,8 @@ def test_an_order_has_text_of_its_own(prompts: PromptBuilder, conversations: lis
     assert texts == {"text", "text tail1+chronological"}
     for asked in one.results.asked:
         assert asked.reference in one.results.asked or asked.arm.mode == "none"
-    made = BenchRun("locomo", "tiny", None, {"questions": 4, "adversarial_questions": 1, "facts": "turns"})
+    shared = {"questions": 4, "adversarial_questions": 1, "conversations": "1", "facts": "turns"}
+    made = BenchRun("locomo", "tiny", None, shared)
     LocomoRows(made, one.results).add_all()
     found = {
         (row["metric"], config.get("policy") or config.get("arrangement")): row

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from inferscale.errors import EngineError
-from inferscale.plan import Order
+from inferscale.plan import Order, Span
 
 FRONT: Any = SimpleNamespace(block_size=16, caches_prefixes=True)
 
@@ -21,6 +21,7 @@ class Engine:
     def __init__(self) -> None:
         self.orders: list[Order] = []
         self.ran: list[int] = []
+        self.captured: list[tuple[Span, ...]] = []
         self.is_gone = False
         self.loses = 0
 
@@ -32,6 +33,7 @@ class Engine:
 
     async def run(self, token_ids: Sequence[int], plan: Any) -> dict[str, Any]:
         self.ran.append(len(token_ids))
+        self.captured.append(plan.captures)
         return {"captured": len(plan.captures) - self.loses}
 
 

@@ -36,9 +36,9 @@ class Parts:
         self.threads = Threads()
         self.use_model("m")
 
-    def use_model(self, model: str) -> None:
+    def use_model(self, model: str, mixed: int = 0) -> None:
         prompts = PromptBuilder(tokenizer_with(CHATML))
-        self.encoder = Encoder(self.memory.catalog, prompts, model, WindowPolicy(2, 9), 4000)
+        self.encoder = Encoder(self.memory.catalog, prompts, model, WindowPolicy(2, 9, mixed), 4000)
         given: Any = (FRONT, self.encoder, self.connector, self.engine, self.threads, Metrics())
         self.encoding = Encoding(*given)
 
@@ -135,6 +135,65 @@ def test_a_pass_ends_where_its_facts_were_deleted_between_two_parts(
             await parts.encoding._encode((job,))
         [num_tokens] = parts.engine.ran
         assert num_tokens < len(job.token_ids)
+
+    with_parts(memory, test)
+
+
+@pytest.mark.parametrize("chats", [False, True])
+def test_the_directions_of_mixed_passes_run_one_after_the_other(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch, chats: bool
+) -> None:
+    """Also where four passes run at once, and where each runs in parts."""
+    monkeypatch.setattr(gate, "HOLD_S", 0.0)
+    facts = memory.add([f"fact {number} " + "of many words here " * 9 for number in range(24)], user_id="ana")
+
+    async def test(parts: Parts) -> None:
+        parts.use_model("m", mixed=8)
+        run, half, num_running = parts.engine.run, set(), [0]
+        order: list[int] = []
+
+        async def slowly(token_ids: Any, plan: Any) -> dict[str, Any]:
+            spans = [span for span in plan.captures if span.part]
+            assert all(span.key in half for span in spans if span.part == 2)
+            num_running.append(num_running[-1] + 1)
+            for _ in range(3 if order else 9):
+                await asyncio.sleep(0)
+            half.update(span.key for span in spans if span.part == 1)
+            num_running.append(num_running[-1] - 1)
+            order.extend({span.part for span in spans})
+            return await run(token_ids, plan)
+
+        parts.engine.run = slowly  # type: ignore[method-assign]
+        encoded = parts.encoding._metrics.encoded
+        before = encoded._value.get()
+        parts.encoding.put_new(ANA, facts)
+        if chats:
+            with parts.encoding.gate.chatting():
+                await parts.encoding.gate.drained()
+        else:
+            await parts.encoding.gate.drained()
+        assert (len(parts.engine.ran) > 6, max(num_running) > 1) == (chats, not chats)
+        assert len(half) == encoded._value.get() - before == 24
+        assert sorted(set(order)) == [1, 2]
+
+    with_parts(memory, test)
+
+
+def test_what_mixed_passes_replace_leaves_the_pool(memory: Memory) -> None:
+    facts = memory.add(["one", "two", "three"], user_id="ana")
+
+    async def test(parts: Parts) -> None:
+        parts.use_model("m", mixed=8)
+        parts.encoding.put_new(ANA, facts)
+        await parts.encoding.gate.drained()
+        keys = parts.encoder.keys(fact.id for fact in facts)
+        parts.connector.there = {*keys.values(), parts.encoder.anchor_key}
+        assert parts.engine.orders == []
+        more = await parts.threads.run(lambda: memory.add([f"more {n}" for n in range(5)], user_id="ana"))
+        parts.encoding.put_new(ANA, more)
+        await parts.encoding.gate.drained()
+        [order] = parts.engine.orders
+        assert (order.op, set(order.keys), order.epochs) == ("forget", set(keys.values()), ())
 
     with_parts(memory, test)
 

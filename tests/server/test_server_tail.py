@@ -12,6 +12,8 @@ from fakes import open_memory
 from inferscale.chat_plan import PreparedChat
 from inferscale.config import DEFAULT_TAIL, ServerConfig
 from inferscale.errors import InvalidConfig
+from inferscale.server import chat
+from inferscale.server.ask import take_ask
 from inferscale.server.keys import OPERATOR
 from inferscale.server.service import MemoryService
 from inferscale.tail import NO_TAIL, Tail
@@ -83,3 +85,24 @@ def test_the_order_is_a_setting(tmp_path: Path) -> None:
     assert texts(in_time) == texts(best_last)[::-1]
     with pytest.raises(InvalidConfig, match=r"server.order is 'best'; allowed are best-last, chronological"):
         ServerConfig(order="best")  # type: ignore[arg-type]
+
+
+def test_the_order_of_a_chat_is_in_its_messages(tmp_path: Path) -> None:
+    async def talk(parts: Parts) -> None:
+        service = MemoryService(parts.front, memory, parts.encoder, parts.connector, parts.engine)  # type: ignore[arg-type]
+        service.front.accepts_ids = False  # type: ignore[misc]
+        lines: dict[str, list[int]] = {}
+        for order in ("best-last", "chronological"):
+            asked = {"user_id": "ana", "mode": "text", "tail": 0, "order": order}
+            body: dict[str, Any] = {"messages": [dict(QUESTION[0])], "memory": asked, "max_tokens": 8}
+            ask = take_ask(body, parts.front.server)
+            assert ask is not None
+            await chat.begin(service, OPERATOR, body, ask)
+            written = str(body["messages"])
+            lines[order] = [written.index(fact.text) for fact in parts.facts]
+        assert lines["chronological"] == sorted(lines["chronological"]) != lines["best-last"]
+        await service.gate.close()
+        await service._threads.close()
+
+    with open_memory(tmp_path) as memory:
+        run(memory, talk)

@@ -1,6 +1,6 @@
 """Ways to get facts into a prompt by injection, which quality benchmarks compare. Light to import.
 
-    mixed(60)+tail5,10%
+    mixed(60)+tail6,12%
 
 is a window policy (see `windows`) and what is behind each `+`: a suffix's name and its value, if it has one.
 
@@ -66,7 +66,7 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """`alone`, `sliding(20,20)`, `mixed(60)+tail5,10%+session`, …; `anchor` is another name of `alone`.
+        """`alone`, `sliding(20,20)`, `mixed(60)+tail6,12%+session`, …; `anchor` is another name of `alone`.
         Raises InvalidInput."""
         window, *suffixes = (part.strip() for part in text.split("+"))
         orders = [suffix for suffix in suffixes if suffix in get_args(FactOrder)]

@@ -250,7 +250,7 @@ def chat(
 
     model: None is the one that the server serves; it is asked for once. top_k: facts in the prompt. mode:
     "inject", "text" (the same facts prefilled) or "none". tail: best facts that are recomputed instead of
-    injected, such as 5, "10%" of their tokens, "300t", the smallest of several ("5,10%") or 0; None: what the
+    injected, such as 5, "10%" of their tokens, "300t", the smallest of several ("6,12%") or 0; None: what the
     server was told, and none behind earlier turns. order: of the facts in the prompt, "best-last",
     "chronological" or "session". store: remember the new turns after the answer, or facts that are extracted
     of them ("infer"). filters: as of `search`. extra: more fields of the chat completion request, such as

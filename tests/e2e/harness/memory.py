@@ -28,6 +28,7 @@ class MemoryOptions:
     pool: int | str = "64MiB"
     window: int = 20
     stride: int = 20
+    mixed: int = 0
     max_model_len: int = 1024
     default_system: str | None = None
     runtime_dir: str | None = None
@@ -145,7 +146,7 @@ class MemoryHost:
         self.llm = MemoryLLM(
             options.model,
             MemoryConfig(options.data_dir),
-            encoding=EncodingConfig(options.window, options.stride),
+            encoding=EncodingConfig(options.window, options.stride, options.mixed),
             embedder=WordEmbedder(),
             connector=ConnectorConfig(
                 pool_size_bytes=options.pool, compile_injection=False, runtime_dir=options.runtime_dir
