@@ -183,6 +183,19 @@ def test_both_parts_in_flight_at_once(make_engine: Make, runner: str, depth: int
     engine.check_idle()
 
 
+def test_both_parts_in_one_step_whatever_their_requests_order(
+    make_engine: Make, runner: str, depth: int
+) -> None:
+    """The first request began a step earlier, so that the step lists the second one before it."""
+    engine = make_engine(runner=runner, depth=depth, max_batched_tokens=64)
+    encode_part(engine, "first", 1, [5] * 50, FACT)
+    encode_part(engine, "second", 2, [], FACT)
+    engine.run()
+    assert engine.side.counters.captures_without_first == 0
+    assert engine.side.table.is_resident(key_of(FACT))
+    engine.check_idle()
+
+
 def test_a_second_part_alone_is_not_captured(engine: SymbolicEngine) -> None:
     encode_part(engine, "second", 2, THIRD, FACT)
     engine.run()

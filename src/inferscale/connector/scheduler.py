@@ -294,13 +294,7 @@ class SchedulerSide:
         if not self._followed:
             return None, None
         whole, second = MovesBuilder(self.block_size), MovesBuilder(self.block_size)
-        for request_id, num_computed in _computed_before(scheduler_output):
-            state = self._followed.get(request_id)
-            if state is None or not state.plan.captures or not state.can_inject or not state.can_capture:
-                continue
-            if self._is_stale(state.plan):  # its facts may just have been forgotten
-                continue
-            computed = num_computed + scheduler_output.num_scheduled_tokens[request_id]
+        for state, computed in self._capturing(scheduler_output):
             for span in state.plan.captures:
                 if span.key in state.captured or not 0 <= span.start < span.end <= state.num_prompt_tokens:
                     continue
@@ -318,9 +312,23 @@ class SchedulerSide:
                 if self.tiering is not None and span.part != 1:
                     self.tiering.save(entry, start, state.plan.scope)
                 (second if span.part == 2 else whole).add(entry.packed_rows, start, block_ids)
-            if not state.is_followed:
-                del self._followed[request_id]
+        self._followed = {name: state for name, state in self._followed.items() if state.is_followed}
         return whole.build(), second.build()
+
+    def _capturing(self, scheduler_output: Any) -> list[tuple[RequestState, int]]:
+        """Requests of the step that may still capture, and how many of their tokens are computed after it.
+
+        Those with second parts come last: the first ones may be captured in this very step.
+        """
+        found: list[tuple[RequestState, int]] = []
+        for request_id, num_computed in _computed_before(scheduler_output):
+            state = self._followed.get(request_id)
+            if state is None or not state.plan.captures or not state.can_inject or not state.can_capture:
+                continue
+            if not self._is_stale(state.plan):  # else its facts may just have been forgotten
+                found.append((state, num_computed + scheduler_output.num_scheduled_tokens[request_id]))
+        found.sort(key=lambda one: any(span.part == 2 for span in one[0].plan.captures))
+        return found
 
     def _entry_for(self, span: Span, owner: str) -> Entry | None:
         """Where to write a span; None where it is there already, or where there is no room or first part."""
