@@ -99,6 +99,33 @@ def assert_clean(llm: MemoryProcess) -> dict[str, int]:
     return stats
 
 
+# --- mixed passes ---------------------------------------------------------------------------------
+
+
+def test_facts_of_mixed_passes_are_injected_and_forgotten(start: Callable[..., MemoryProcess]) -> None:
+    llm = start("mixed", mixed=8)
+    turns = [*said("here"), Turn("I have a red kayak.", "Ben"), Turn("My aunt sells lamps.", "Ana")]
+    few = llm.add(turns[:3], user_id="mixed")
+    assert llm.resident(few) == [True] * 3
+    by_sliding = llm.stats()["resident_segments"]
+    facts = [*few, *llm.add(turns[3:], user_id="mixed")]
+    assert llm.resident(facts) == [True] * 8
+    stats = assert_clean(llm)
+    assert stats["resident_segments"] == by_sliding + 5, "what the first three had before is gone"
+    assert stats["captures_without_first"] == 0
+    num_memory = len(llm.anchor()) + sum(llm.num_tokens(facts))
+    result, _ = ask(llm, user_id="mixed")
+    assert (result.num_injected_tokens, result.num_missing_tokens) == (num_memory, 0)
+    llm.delete(facts[4].id)
+    assert llm.resident([fact for fact in facts if fact is not facts[4]]) == [False] * 7, "all have seen it"
+    missed, _ = ask(llm, user_id="mixed")
+    assert missed.num_missing_tokens > 0
+    again, _ = ask(llm, user_id="mixed")
+    assert again.num_missing_tokens == 0
+    assert_clean(llm)
+    llm.close()
+
+
 # --- chat -----------------------------------------------------------------------------------------
 
 
