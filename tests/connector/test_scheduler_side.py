@@ -205,6 +205,14 @@ def test_a_second_part_alone_is_not_captured(engine: SymbolicEngine) -> None:
     engine.check_idle()
 
 
+def test_a_whole_segment_is_not_captured_while_only_its_first_part_is_there(engine: SymbolicEngine) -> None:
+    encode_part(engine, "first", 1, OTHER, FACT)
+    engine.run()
+    encode_part(engine, "whole", 0, THIRD, FACT)
+    engine.run()
+    assert (engine.outcomes["first"]["captured"], engine.outcomes["whole"]["captured"]) == (1, 0)
+
+
 def test_a_first_part_makes_room_for_others(make_engine: Make, runner: str) -> None:
     engine = make_engine(runner=runner, pool_pages=9)
     encode_part(engine, "first", 1, OTHER, FACT)

@@ -69,6 +69,22 @@ def test_what_was_pushed_out_comes_back(engine: SymbolicEngine) -> None:
     engine.check_idle()
 
 
+def test_the_first_of_two_captures_does_not_hide_a_copy_below(engine: SymbolicEngine) -> None:
+    for number, fact in enumerate(FACTS[:6]):
+        for part in (1, 2):
+            engine.encode(f"encode {number} {part}", [3, *fact], (1, 1 + len(fact)), part=part)
+            engine.run()
+    key = key_of(FACTS[0])
+    assert engine.side.answer({"op": "below", "keys": [key]})["below"] == [True]
+    engine.encode("again", [3, *FACTS[0]], (1, 13), part=1)  # the second never comes
+    engine.run()
+    assert engine.side.table.get(key).is_half
+    assert engine.side.answer({"op": "below", "keys": [key]})["below"] == [True]
+    assert chat(engine, "chat", FACTS[0])["injected_tokens"] == 12
+    assert is_resident(engine, FACTS[0])
+    engine.check_idle()
+
+
 def test_a_request_waits_and_others_run(engine: SymbolicEngine) -> None:
     remember(engine, *FACTS[:6])
     engine.worker.load_steps = 8

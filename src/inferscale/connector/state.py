@@ -8,8 +8,8 @@ from typing import Any
 
 from inferscale.connector.locate import NO_RUN, Placement, Run
 from inferscale.connector.tiering import Wait
-from inferscale.plan import Plan
-from inferscale.pool.table import PageTable
+from inferscale.plan import Plan, Span
+from inferscale.pool.table import Entry, PageTable
 
 
 @dataclass
@@ -103,7 +103,8 @@ def outcome_of(state: RequestState, table: PageTable) -> dict[str, Any]:
     Of a request that was preempted and resumed they tell what holds since the last resume: it may have come
     back to another pool; what it had injected and finds again in the prefix cache still counts as injected.
     resumes: how often that happened. covered_segments: those that lie wholly in injected or cached tokens.
-    captured: spans that the pool holds now. reason: why nothing was injected. answer: of an order.
+    captured: spans that the pool holds now, a first part alone only where no more was asked for.
+    reason: why nothing was injected. answer: of an order.
     """
     injected, supplied = state.num_injected, state.num_supplied
     ends = state.placement.ends if state.placement else ()
@@ -117,7 +118,7 @@ def outcome_of(state: RequestState, table: PageTable) -> dict[str, Any]:
         "covered_segments": bisect_right(ends, supplied),
         "segments": len(state.plan.segments),
         "lost_segments": state.placement.num_lost if state.placement else 0,
-        "captured": sum(1 for span in state.plan.captures if table.get(span.key) is not None),
+        "captured": sum(_is_captured(span, table.get(span.key)) for span in state.plan.captures),
         "captures": len(state.plan.captures),
     }
     if state.reason is not None:
@@ -125,6 +126,10 @@ def outcome_of(state: RequestState, table: PageTable) -> dict[str, Any]:
     if state.answer is not None:
         outcome["answer"] = state.answer
     return outcome
+
+
+def _is_captured(span: Span, entry: Entry | None) -> bool:
+    return entry is not None and (span.part == 1 or not entry.is_half)
 
 
 def sizes_of(table: PageTable, row_bytes: int) -> dict[str, int]:

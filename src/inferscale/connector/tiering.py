@@ -159,7 +159,7 @@ class Tiering:
 
     def is_below(self, key: str) -> bool:
         """Whether a segment has to be loaded before it can be injected, and can be. Safe from any thread."""
-        return not self.table.holds(key) and self.find(key) is not None
+        return self.table.can_load(key) and self.find(key) is not None
 
     def prefetch(self, keys: Iterable[str], owner: str) -> Wait | None:
         """Order the loads of what lies below, in this order and as far as there is room.
@@ -176,7 +176,7 @@ class Tiering:
         for key in wanted:
             tier = self.find(key)
             copy = None if tier is None else tier.get(key)
-            if copy is None or self.table.holds(key):
+            if copy is None or not self.table.can_load(key):
                 continue
             num_pages -= -(-copy.num_tokens // self.table.page_size_tokens)
             if num_pages < 0 or not self._load(key, copy.num_tokens, num_kept, owner):
@@ -206,8 +206,9 @@ class Tiering:
 
     def _load(self, key: str, num_tokens: int, num_kept_pages: int, owner: str) -> bool:
         tier = self.find(key, num_tokens)
-        if tier is None or self.table.holds(key):
+        if tier is None or not self.table.can_load(key):
             return False
+        self.table.make_way(key)
         entry = self.table.reserve(key, num_tokens, num_kept_pages, owner)
         if entry is None:
             return False

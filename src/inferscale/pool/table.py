@@ -181,6 +181,18 @@ class PageTable:
         """Whether `key` occupies pages, even if it was dropped while it is written."""
         return key in self._entries
 
+    def can_load(self, key: str) -> bool:
+        """Whether a copy may be loaded: nothing of `key` is there, or the first of two captures. Safe from any
+        thread."""
+        entry = self._entries.get(key)
+        return entry is None or (entry.is_half and entry.is_idle)
+
+    def make_way(self, key: str) -> None:
+        """Give up the first of two captures of `key`, where there is one, for a copy of the whole segment."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.is_half and entry.is_idle:
+            self._release(entry)
+
     def commit(self, key: str) -> None:
         """The pages of `key` are written: it may be injected from now on."""
         entry = self._entries.get(key)
