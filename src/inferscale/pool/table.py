@@ -182,8 +182,7 @@ class PageTable:
         return key in self._entries
 
     def can_load(self, key: str) -> bool:
-        """Whether a copy may be loaded: nothing of `key` is there, or the first of two captures. Safe from any
-        thread."""
+        """Whether a copy may be loaded: no pages are taken, or by the first of two captures. Any thread."""
         entry = self._entries.get(key)
         return entry is None or (entry.is_half and entry.is_idle)
 
