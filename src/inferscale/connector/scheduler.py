@@ -23,16 +23,17 @@ import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
+from inferscale.connector.captures import Captures, Capturing
 from inferscale.connector.locate import NO_RUN, Run, leading_run, locate
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.state import Counters, RequestState, outcome_of, sizes_of
 from inferscale.connector.tiering import Tiering, Wait
 from inferscale.errors import PlanRejected
-from inferscale.plan import Order, Plan, Span, from_wire, salt_of
+from inferscale.plan import Order, Plan, from_wire, salt_of
 from inferscale.pool.moves import Moves, MovesBuilder
-from inferscale.pool.table import Entry, PageTable
+from inferscale.pool.table import PageTable
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +41,6 @@ STALE = "memory of this scope changed after the plan was made"
 _FACT = "f"  # in the kinds of `Segments`
 MAX_OUTCOMES = 4096
 """Outcomes kept for callers that ask over the socket; the oldest are forgotten."""
-
-
-class Written(NamedTuple):
-    """A segment that a step writes. is_half: the first of two captures."""
-
-    key: str
-    is_half: bool
 
 
 class SchedulerSide:
@@ -77,9 +71,7 @@ class SchedulerSide:
         self._followed: dict[str, RequestState] = {}  # of `_requests`, those whose blocks still matter
         # What vLLM was promised in the step being scheduled, by request id; with its KVCacheBlocks.
         self._claims: dict[str, tuple[Run, Any]] = {}
-        self._steps: dict[int, list[Written]] = {}  # what is written in steps not yet reported
-        self._open: list[Written] = []  # that of the step whose orders are being built
-        self._num_steps = 0
+        self._captures = Captures(table, tiering, self.counters, block_size)
         self._epochs: dict[str, int] = {}
 
     # match ------------------------------------------------------------------------------------
@@ -227,12 +219,11 @@ class SchedulerSide:
 
     def build_orders(self, scheduler_output: Any) -> StepOrders:
         """Orders for the workers in this step."""
-        self._num_steps += 1
-        writing = self._open = []
+        self._captures.begin()
         orders = StepOrders()
         orders.injection = self._build_injection(scheduler_output)
         self._follow_blocks(scheduler_output)
-        orders.capture, orders.averaging = self._build_captures(scheduler_output, writing)
+        orders.capture, orders.averaging = self._build_captures(scheduler_output)
         orders.failed_blocks = self._take_broken_blocks(scheduler_output)
         # Workers inject, then zero, then capture: a page may be read, and be taken again, in this very step.
         orders.zero_pages = self.table.take_freed_pages()
@@ -241,9 +232,7 @@ class SchedulerSide:
             orders.tiers = self.tiering.take_orders()
         self._claims.clear()
         # Only captures need a report; a step without tokens is not even reported by every model runner.
-        if writing:
-            orders.step = self._num_steps
-            self._steps[orders.step] = writing
+        orders.step = self._captures.close()
         return orders
 
     def _build_injection(self, scheduler_output: Any) -> Moves | None:
@@ -287,67 +276,20 @@ class SchedulerSide:
             if new_blocks is not None:
                 state.block_ids.extend(new_blocks[0])
 
-    def _build_captures(
-        self, scheduler_output: Any, writing: list[Written]
-    ) -> tuple[Moves | None, Moves | None]:
-        """What is captured, and of what the mean with an earlier capture is taken."""
+    def _build_captures(self, scheduler_output: Any) -> tuple[Moves | None, Moves | None]:
         if not self._followed:
             return None, None
-        whole, second = MovesBuilder(self.block_size), MovesBuilder(self.block_size)
-        for state, computed in self._capturing(scheduler_output):
-            for span in state.plan.captures:
-                if span.key in state.captured or not 0 <= span.start < span.end <= state.num_prompt_tokens:
-                    continue
-                if span.end > computed or span.end > len(state.block_ids) * self.block_size:
-                    continue
-                state.captured.add(span.key)
-                entry = self._entry_for(span, state.plan.scope)
-                if entry is None:
-                    continue
-                writing.append(Written(span.key, is_half=span.part == 1))
-                start, block_ids = span.start, state.block_ids
-                if span.misplaced_blocks:  # on purpose; the tokens still lie in their own slots
-                    start += span.misplaced_blocks * self.block_size
-                    block_ids = [0] * span.misplaced_blocks + block_ids
-                if self.tiering is not None and span.part != 1:
-                    self.tiering.save(entry, start, state.plan.scope)
-                (second if span.part == 2 else whole).add(entry.packed_rows, start, block_ids)
+        moves = self._captures.order(self._capturing(scheduler_output))
         self._followed = {name: state for name, state in self._followed.items() if state.is_followed}
-        return whole.build(), second.build()
+        return moves
 
-    def _capturing(self, scheduler_output: Any) -> list[tuple[RequestState, int]]:
-        """Requests of the step that may still capture, and how many of their tokens are computed after it.
-
-        Those with second parts come last: the first ones may be captured in this very step.
-        """
-        found: list[tuple[RequestState, int]] = []
+    def _capturing(self, scheduler_output: Any) -> Iterator[Capturing]:
         for request_id, num_computed in _computed_before(scheduler_output):
             state = self._followed.get(request_id)
             if state is None or not state.plan.captures or not state.can_inject or not state.can_capture:
                 continue
             if not self._is_stale(state.plan):  # else its facts may just have been forgotten
-                found.append((state, num_computed + scheduler_output.num_scheduled_tokens[request_id]))
-        found.sort(key=lambda one: any(span.part == 2 for span in one[0].plan.captures))
-        return found
-
-    def _entry_for(self, span: Span, owner: str) -> Entry | None:
-        """Where to write a span; None where it is there already, or where there is no room or first part."""
-        if self.table.holds(span.key):
-            known = self.table.get(span.key)
-            if known is not None and known.is_resident:
-                self.table.touch([known])  # not to make room for what is captured behind it
-            is_same = known is not None and known.num_tokens == span.end - span.start
-            if known is None or not is_same or not known.is_half or span.part != 2:
-                return None
-            self.table.resume(known)
-            return known
-        if span.part == 2:
-            self.counters.captures_without_first += 1
-            return None
-        entry = self.table.reserve(span.key, span.end - span.start, owner=owner, is_half=span.part == 1)
-        if entry is None:
-            self.counters.captures_without_room += 1
-        return entry
+                yield Capturing(state, num_computed + scheduler_output.num_scheduled_tokens[request_id])
 
     def _execute(self, order: Order) -> dict[str, Any]:
         if order.op == "stats":
@@ -387,11 +329,7 @@ class SchedulerSide:
             self.fail_claim(request_id, claimed)
         self._claims.clear()
         blocks = self._take_broken_blocks(scheduler_output)
-        for key, _ in self._open:
-            self.table.abandon(key)
-        if self.tiering is not None:
-            self.tiering.cancel_saves(key for key, _ in self._open)
-        self._open = []
+        self._captures.undo()
         for state in self._requests.values():
             state.can_capture = False
         self._followed = {name: state for name, state in self._followed.items() if state.is_followed}
@@ -403,16 +341,7 @@ class SchedulerSide:
         """The workers carried out these steps: commit what they captured, or abandon it."""
         if self.tiering is not None and report.tiers:
             self.tiering.complete(report.tiers)
-        for step in sorted(report.done):
-            for key, is_half in self._steps.pop(step, ()):
-                if step in report.failed_captures:
-                    self.counters.captures_failed += 1
-                    self.table.abandon(key)
-                elif is_half:
-                    self.table.commit_half(key)
-                else:
-                    self.counters.captures += 1
-                    self.table.commit(key)
+        self._captures.complete(report)
 
     # finish -----------------------------------------------------------------------------------
 
@@ -442,7 +371,7 @@ class SchedulerSide:
             **sizes_of(self.table, self.row_bytes),
             **({} if self.tiering is None else self.tiering.stats()),
             "open_requests": len(self._requests),
-            "open_steps": len(self._steps),
+            "open_steps": self._captures.num_unreported,
         }
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
