@@ -82,6 +82,21 @@ def test_a_refusal_is_said_at_every_start(tmp_path: Path, caplog: pytest.LogCapt
         assert [(r.levelname, r.getMessage()) for r in caplog.records] == [("WARNING", str(verdict))]
 
 
+def test_an_engine_that_breaks_in_the_second_round_leaves_the_refusal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Breaking(ToyEngine):
+        def answer(self, probe: Probe) -> Any:
+            if sum(bool(earlier.plan.captures) for earlier in self.log) >= 3 and probe.plan.captures:
+                raise RuntimeError("the engine is gone")
+            self.log.append(probe)
+            return super().answer(probe)
+
+    verdict = check(tmp_path, Breaking(turn=lambda delta: 0.0))
+    assert (verdict.state, verdict.why) == ("refused", "it failed (RuntimeError)")
+    assert "the engine is gone" in caplog.text
+
+
 def test_a_check_that_fails_keeps_nobody_from_starting(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -37,7 +37,12 @@ def _checked(engine: OfflineEngine, prompts: PromptBuilder, folder: Path) -> Ver
     try:
         probes = next(checking)
         while True:
-            probes = checking.send(_seen(engine, probes))
+            try:
+                seen = _seen(engine, probes)
+            except Exception as error:  # noqa: BLE001 — the check knows whether it has refused before
+                probes = checking.throw(error)
+            else:
+                probes = checking.send(seen)
     except StopIteration as end:
         verdict: Verdict = end.value
         return verdict

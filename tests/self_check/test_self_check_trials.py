@@ -90,6 +90,50 @@ def test_a_refusal_is_made_sure_with_other_tokens() -> None:
     assert (len(once), len(twice)) == (3, 6)
 
 
+class Faltering(ToyEngine):
+    """Turns nothing, and does not get through the second round."""
+
+    fault: str = ""
+
+    def answer(self, probe: Any) -> Any:
+        num_passes = sum(bool(earlier.plan.captures) for earlier in self.log)
+        seen = super().answer(probe)
+        if num_passes <= 3:
+            return seen
+        if self.fault == "raises":
+            raise RuntimeError("the engine is gone")
+        if self.fault == "fails":
+            return seen._replace(steps=())
+        return seen._replace(outcome={**(seen.outcome or {}), self.fault: 0})
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("captured", "the pool took 0 of its 9 segments"),
+        ("fails", "the engine failed a request of it"),
+        ("injected_tokens", "the engine injected 0 of 64 tokens"),
+        ("raises", "it failed (RuntimeError)"),
+    ],
+)
+def test_a_refusal_stays_where_it_cannot_be_made_sure(
+    fault: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Faltering(turn=lambda delta: 0.0)
+    engine.fault = fault
+    verdict = verdict_of(engine)
+    assert (verdict.state, verdict.is_lasting) == ("refused", True)
+    assert verdict.moved > verdict.allowed, "the numbers of the first round"
+    assert f"not made sure with other tokens, since {why}" in str(verdict)
+    assert ("the engine is gone" in caplog.text) == (fault == "raises")
+
+
+def test_a_second_round_that_passes_lifts_the_refusal() -> None:
+    engine = ToyEngine()
+    engine.turn = lambda delta: delta if sum(bool(probe.plan.captures) for probe in engine.log) > 3 else 0.0
+    assert verdict_of(engine).state == "exact"
+
+
 def test_arms_of_a_trial_never_find_each_others_blocks() -> None:
     engine = ToyEngine()
     verdict_of(engine)

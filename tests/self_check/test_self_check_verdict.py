@@ -54,6 +54,23 @@ def test_one_trial_of_three_does_not_decide() -> None:
     assert judge([bad, bad, good], "float32").state == "refused"
 
 
+@pytest.mark.parametrize("far", [math.nan, math.inf])
+@pytest.mark.parametrize("field", ["own", "moved", "wrong"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_trial_that_tells_no_number_refuses(far: float, field: str, place: int, dtype: str) -> None:
+    found = [Distances(0.0, 0.0, 1.0, 0.0)] * 3
+    found[place] = found[place]._replace(**{field: far})
+    assert judge(found, dtype).state == "refused"
+
+
+def test_what_is_no_number_is_infinitely_far() -> None:
+    """Also where the tokens are others, and only the least likely would be compared with."""
+    assert distance([{1: -1.0}], [{1: math.nan}], 20) == math.inf
+    assert distance([{1: -1.0}], [{2: math.nan, 3: math.nan}], 20) == math.inf
+    assert distance([{1: math.nan}], [{1: -1.0}], 20) == math.inf
+
+
 def test_what_a_verdict_says() -> None:
     numbers = {"moved": 0.5, "wrong": 1.25, "allowed": 0.005, "seconds": 0.82}
     refused = Verdict("refused", **numbers)
@@ -62,6 +79,9 @@ def test_what_a_verdict_says() -> None:
     )
     assert "0.5 nats from text; allowed 0.005, turned wrongly 1.2" in str(refused)
     assert "The check at first start" in str(refused)
+    assert "not made sure with other tokens, since it rains. " in str(
+        Verdict("refused", why="it rains", **numbers)  # type: ignore[arg-type]
+    )
     assert "no rotation" in str(Verdict("refused", position=0.7, **numbers))
     assert str(Verdict("exact", **numbers)).endswith("0.8 s).")
     assert "found at an earlier start" in str(Verdict("exact", is_new=False, **numbers))

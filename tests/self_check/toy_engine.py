@@ -60,7 +60,12 @@ class ToyEngine:
             probes = next(checking)
             while True:
                 self.log += probes
-                probes = checking.send([self.answer(probe) for probe in probes])
+                try:
+                    seen = [self.answer(probe) for probe in probes]
+                except RuntimeError as error:
+                    probes = checking.throw(error)
+                else:
+                    probes = checking.send(seen)
         except StopIteration as end:
             return end.value
 

@@ -143,6 +143,22 @@ def test_a_refusal_is_a_warning(
 
 
 @pytest.mark.usefixtures("vllm")
+def test_an_engine_that_breaks_in_the_second_round_leaves_the_refusal(
+    memory: Memory, prompts: PromptBuilder, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Breaking(ToyEngine):
+        def answer(self, probe: Probe) -> Seen:
+            if sum(bool(earlier.plan.captures) for earlier in self.log) >= 3 and probe.plan.captures:
+                raise RuntimeError("the engine is gone")
+            self.log.append(probe)
+            return super().answer(probe)
+
+    verdict, _ = check(Breaking(turn=lambda delta: 0.0), memory, prompts)
+    assert (verdict.state, verdict.why) == ("refused", "it failed (RuntimeError)")
+    assert "the engine is gone" in caplog.text
+
+
+@pytest.mark.usefixtures("vllm")
 def test_a_check_that_fails_keeps_nobody_from_serving(
     memory: Memory, prompts: PromptBuilder, caplog: pytest.LogCaptureFixture
 ) -> None:

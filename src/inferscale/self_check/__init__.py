@@ -21,8 +21,8 @@ The question q… is different words, whose queries weigh the x's by their turne
 likely next tokens and their log-probabilities behind it. `own` differs from text by the engine's rounding,
 and by that of an int8 or E4M3 pool: the noise. `moved` must not differ by much more. `wrong` must: else the
 comparison cannot see a wrong turn, and says so ("insensitive"; so it is for random weights, say). Three
-tokens and lengths, and the median of the three, so that no single accident decides; a refusal is made sure
-with three other tokens.
+tokens and lengths, and the median of the three, so that no single accident decides, unless it is no finite
+number: that refuses. A refusal is made sure with three other tokens, and stays where they cannot be asked.
 
 Where states depend on the position itself, as with learned positions, the premise does not hold, `moved`
 differs and the model is refused; behind x·n and x·4n other tokens then follow, and the reason says so. An

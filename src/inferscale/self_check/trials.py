@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from secrets import token_hex
 from typing import Any, NamedTuple
 
 from inferscale.plan import Order, Plan, Segment, Span, segment_key
 from inferscale.self_check.verdict import Distances, Verdict, distance, judge, passed_over
+
+logger = logging.getLogger(__name__)
 
 TEXT = (
     "Yesterday my sister Ines walked along the old harbour with her dog, bought two red apples and some "
@@ -126,7 +130,10 @@ class _Trial(NamedTuple):
 
 
 def conduct(subject: Subject) -> Generator[list[Probe], list[Seen], Verdict]:
-    """Yields requests that may run together, wants what they brought in their order, returns the verdict."""
+    """Yields requests that may run together, wants what they brought in their order, returns the verdict.
+
+    An error of theirs is to be thrown in: one of the second round leaves the refusal of the first.
+    """
     words = tuple(dict.fromkeys(subject.text_ids))
     needed = _PLACES * max(_RUNS) + _NUM_QUESTION + _ANSWER_TOKENS
     if subject.max_tokens < needed:
@@ -138,8 +145,20 @@ def conduct(subject: Subject) -> Generator[list[Probe], list[Seen], Verdict]:
         return passed_over("the engine tells no log-probabilities (--max-logprobs)")
     verdict = yield from _round(subject, words, 0)
     if verdict.is_refusal:
-        verdict = yield from _round(subject, words, len(_RUNS))
+        verdict = yield from _made_sure(verdict, subject, words)
     return verdict
+
+
+def _made_sure(
+    refused: Verdict, subject: Subject, words: tuple[int, ...]
+) -> Generator[list[Probe], list[Seen], Verdict]:
+    """The verdict of a second round; where that cannot be carried out, the refusal stays."""
+    try:
+        second = yield from _round(subject, words, len(_RUNS))
+    except Exception as error:  # whatever it is, it does not speak for the model
+        logger.exception("The second round of the self-check failed")
+        second = passed_over(f"it failed ({type(error).__name__})")
+    return replace(refused, why=second.why) if second.state == "unknown" else second
 
 
 def _num_logprobs(subject: Subject) -> int:

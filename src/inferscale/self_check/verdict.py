@@ -38,8 +38,8 @@ class Distances(NamedTuple):
 @dataclass(frozen=True)
 class Verdict:
     """exact: moved KV says what text says. insensitive: so it seems, but a wrong turn would not be seen.
-    refused: it does not; nothing may be injected. unknown: the check was not carried out, `why` says it;
-    nothing is known against the model.
+    refused: it does not; nothing may be injected. `why`: a second round could not make sure of it. unknown:
+    the check was not carried out, `why` says it; nothing is known against the model.
 
     Distances in nats, as of `Distances`; allowed: of `moved`. is_new: found at this start, not remembered.
     """
@@ -88,8 +88,11 @@ class Verdict:
                 f" seen ({far}; {when}). Facts are injected."
             )
         because = ""
+        if self.why:
+            because = f" It was not made sure with other tokens, since {self.why}."
+            because += " `--self-check always` checks again."
         if self.position > self.allowed:
-            because = " What follows a repeated token changes with its position: no rotation can mend that."
+            because += " What follows a repeated token changes with its position: no rotation can mend that."
         return (
             "Self-check: injection is refused, since answers behind moved KV differ from those behind text "
             f"in this model ({far}; {when}).{because} Facts are prefilled as text, which is exact, and "
@@ -108,8 +111,8 @@ def distance(
     """Root mean square of the differences in log-probability, over steps and tokens.
 
     num_told: tokens that the engine tells of a step; a token that was forced comes on top of them. One that
-    `other` does not tell is there at most as likely as the last that it tells. Raises ValueError where one
-    has no step, or more than the other.
+    `other` does not tell is there at most as likely as the last that it tells. Infinite where one tells what
+    is no number. Raises ValueError where one has no step, or more than the other.
     """
     squares: list[float] = []
     for step, given in zip(text, other, strict=True):
@@ -121,18 +124,25 @@ def distance(
         ]
     if not squares:
         raise ValueError("the engine told no log-probabilities")
+    if any(math.isnan(value) for step in (*text, *other) for value in step.values()):
+        return math.inf
     return math.sqrt(sum(squares) / len(squares))
 
 
 def judge(found: Sequence[Distances], dtype: str) -> Verdict:
-    """The verdict on the medians of several trials. dtype: of the model, such as `bfloat16`."""
-    own, moved, wrong, position = (median(column) for column in zip(*found, strict=True))
+    """The verdict on the medians of several trials. dtype: of the model, such as `bfloat16`.
+
+    One trial in which injected KV is no finite distance from text refuses: no rounding does that.
+    """
+    own, moved, wrong, position = (
+        median(column) if all(map(math.isfinite, column)) else math.inf for column in zip(*found, strict=True)
+    )
     rounding = _ROUNDING.get(dtype.removeprefix("torch."), _ROUNDING["bfloat16"])
     allowed = max(rounding, _TIMES_NOISE * own)
     if dtype.removeprefix("torch.") != "float32":
         allowed = max(allowed, _OF_WRONG * wrong)
     state: State = "exact"
-    if not moved <= allowed:  # also where it is no number
+    if moved > allowed or math.isinf(max(own, moved, wrong)):
         state = "refused"
     elif wrong < _TIMES_ALLOWED * allowed:
         state = "insensitive"

@@ -37,8 +37,12 @@ async def _checked(front: Front, engine: EngineSide, encoder: Encoder, memory: M
     try:
         probes = next(checking)
         while True:
-            seen = await asyncio.gather(*(engine.probe(probe) for probe in probes))
-            probes = checking.send(seen)
+            try:
+                seen = await asyncio.gather(*(engine.probe(probe) for probe in probes))
+            except Exception as error:  # noqa: BLE001 — the check knows whether it has refused before
+                probes = checking.throw(error)
+            else:
+                probes = checking.send(seen)
     except StopIteration as end:
         verdict: Verdict = end.value
         return verdict
