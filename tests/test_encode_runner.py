@@ -290,67 +290,6 @@ def test_the_two_directions_of_a_pass_are_no_repetitions() -> None:
     assert encode_jobs.in_pairs(pair[::-1]) == [(pair[1],), (pair[0],)], "in no other order"
 
 
-@pytest.fixture
-def mixing(catalog: Catalog, prompts: PromptBuilder, engine: FakeEngine) -> EncodeRunner:
-    encoder = Encoder(catalog, prompts, "m", WindowPolicy(2, 3, 8), 4000)
-    return EncodeRunner(engine, encoder)  # type: ignore[arg-type]
-
-
-def test_mixed_passes_run_in_both_directions_and_count_once(
-    catalog: Catalog, mixing: EncodeRunner, engine: FakeEngine, prompts: PromptBuilder
-) -> None:
-    facts = said(catalog, ANA, 24)
-    state = mixing.encode_new(ANA)
-    assert (state.done_jobs, state.jobs, state.num_failed, state.stored_facts) == (6, 6, 0, 24)
-    tokens = sum(len(prompts.fact_ids(fact)) for fact in facts)
-    assert state.stored_tokens == tokens
-    assert state.computed_tokens == 2 * (tokens + 3 * len(prompts.anchor_ids))
-    assert set(mixing.encoder.keys(fact.id for fact in facts).values()) <= engine.pool
-    assert engine.forgotten == []
-
-
-def test_a_repaired_fact_brings_both_directions_of_its_pass(
-    catalog: Catalog, mixing: EncodeRunner, engine: FakeEngine
-) -> None:
-    facts = said(catalog, ANA, 24)
-    mixing.encode_new(ANA)
-    keys = mixing.encoder.keys(fact.id for fact in facts)
-    engine.pool.clear()
-    engine.half.clear()
-    state = mixing.repair(ANA, facts[:1])
-    assert (state.done_jobs, state.num_failed, state.stored_facts) == (2, 0, 8)
-    assert keys[facts[0].id] in engine.pool
-
-
-def test_what_mixed_passes_replace_leaves_the_pool(
-    catalog: Catalog, mixing: EncodeRunner, engine: FakeEngine
-) -> None:
-    facts = said(catalog, ANA, 3)
-    mixing.encode_new(ANA)
-    before = mixing.encoder.keys(fact.id for fact in facts)
-    assert set(before.values()) <= engine.pool
-    engine.pool.discard(gone := before[facts[2].id])
-    facts += said(catalog, ANA, 5, start=3)
-    mixing.encode_new(ANA, only={facts[-1].id})
-    assert set(engine.forgotten) == set(before.values()) - {gone}, "no order names what is not there"
-    after = mixing.encoder.keys(fact.id for fact in facts)
-    assert engine.pool == {mixing.encoder.anchor_key, *after.values()}
-
-
-def test_warm_takes_both_directions_or_none(
-    catalog: Catalog, mixing: EncodeRunner, engine: FakeEngine, prompts: PromptBuilder
-) -> None:
-    said(catalog, ANA, 24)
-    *_, last = encode_jobs.in_pairs(mixing.encoder.new_jobs(ANA))
-    spans = [span for job in last[:1] for span in job.captures]
-    needed = sum(-(-(span.end - span.start) // engine.page_size) for span in spans)
-    engine.free_pages = needed - 1
-    assert mixing.warm(ANA).jobs == 0
-    engine.free_pages = needed + 1
-    state = mixing.warm(ANA)
-    assert (state.jobs, state.num_failed, state.stored_facts) == (2, 0, 8)
-
-
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["here", "in another process"])
 def test_passes_that_a_deletion_has_overtaken_do_not_run(
     catalog: Catalog,

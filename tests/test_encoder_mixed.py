@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -56,6 +57,16 @@ def members(catalog: Catalog, encoder: Encoder, fact: Fact) -> set[str]:
     return set(catalog.passes.by_ids([encoding.pass_id])[encoding.pass_id].fact_ids)
 
 
+def keys_of(jobs: Iterable[EncodeJob]) -> set[str]:
+    return {span.key for job in jobs for span in job.captures}
+
+
+def run(encoder: Encoder, jobs: Sequence[EncodeJob]) -> None:
+    """All of these mixed passes is captured."""
+    check_pairs(jobs)
+    encoder.catalog.passes.mark_done(encoder.encodings_of, list(keys_of(jobs)))
+
+
 def check_pairs(jobs: Sequence[EncodeJob]) -> None:
     """All are mixed passes, the two jobs of each one behind the other, with the same keys."""
     for pair in in_pairs(jobs):
@@ -91,6 +102,8 @@ def test_many_facts_are_encoded_in_both_directions(
     )
     [pair] = [pair for pair in in_pairs(jobs) if pair[0].captures[1].key == runs[0].captures[0].key]
     assert [(job.token_ids, job.captures[1:]) for job in pair] == runs
+    assert {job.fact_ids for job in pair} == {recorded.fact_ids}
+    run(encoder, jobs)
     assert encoder.new_jobs(ANA) == []
 
 
@@ -138,7 +151,9 @@ def test_facts_of_sliding_passes_are_mixed_once_there_are_enough(
     before = encoder.keys(fact.id for fact in facts)
     facts += say(catalog, ANA, 1, SIZE)
     jobs = encoder.new_jobs(ANA, {facts[-1].id} if only_new else None, with_followers=only_new)
-    check_pairs(jobs)
+    assert directions(catalog, encoder, facts) == [1] * (SIZE - 1) + [2], "as long as it has not run"
+    assert encoder.keys(fact.id for fact in facts[:-1]) == before
+    run(encoder, jobs)
     assert directions(catalog, encoder, facts) == [2] * SIZE
     after = encoder.keys(fact.id for fact in facts)
     assert set(before.values()).isdisjoint(after.values())
@@ -153,7 +168,7 @@ def test_many_new_facts_take_the_few_before_along(catalog: Catalog, encoder: Enc
     encoder.new_jobs(ANA)
     facts = say(catalog, ANA, SIZE // 2, 2)
     jobs = encoder.new_jobs(ANA, {fact.id for fact in facts}, with_followers=True)
-    check_pairs(jobs)
+    run(encoder, jobs)
     assert directions(catalog, encoder, [*few, *facts]) == [2] * 6
 
 
@@ -165,9 +180,16 @@ def test_all_of_a_scope_that_was_never_mixed_is_with_the_next_warm(
     sliding = Encoder(catalog, prompts, "m", WindowPolicy(2, 3), 4000)
     sliding.new_jobs(Scope())
     assert directions(catalog, encoder, facts) == [1] * 20
-    check_pairs(encoder.new_jobs(Scope()))
+    before = encoder.keys(fact.id for fact in facts)
+    jobs = encoder.new_jobs(Scope())
+    assert encoder.keys(fact.id for fact in facts) == before, "no pass has run, their KV may be there"
+    assert encoder.new_jobs(Scope()) == jobs, "planned again"
+    passes = catalog.passes.by_ids(range(1, 100)).values()
+    assert sum(2 * (recorded.directions == 2) for recorded in passes) == len(jobs), "and recorded once"
+    run(encoder, jobs)
     assert directions(catalog, encoder, facts) == [2] * 20
     assert directions(catalog, encoder, few) == [1] * 3
+    assert encoder.new_jobs(Scope()) == []
 
 
 def test_scopes_are_never_mixed(catalog: Catalog, encoder: Encoder) -> None:
@@ -221,10 +243,6 @@ def test_rebuilding_repeats_both_directions(
     assert later.rebuild_jobs([facts[3].id]) == list(pair)
 
 
-def keys_of(jobs: Iterable[EncodeJob]) -> set[str]:
-    return {span.key for job in jobs for span in job.captures}
-
-
 def test_a_mixed_pass_that_gives_other_keys_now_is_filed_anew(
     catalog: Catalog, encoder: Encoder, prompts: PromptBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +272,7 @@ def test_a_deleted_fact_takes_its_whole_group(catalog: Catalog, encoder: Encoder
 def test_a_sliding_pass_takes_no_fact_from_a_mixed_one(catalog: Catalog, encoder: Encoder) -> None:
     """Those between its own are captured by it as well; the mixed KV stays theirs."""
     facts = say(catalog, ANA, 4)
-    encoder.new_jobs(ANA)
+    run(encoder, encoder.new_jobs(ANA))
     keys = encoder.keys(fact.id for fact in facts)
     catalog.passes.record(encoder.encodings_of, ANA, [], [facts[1].id], ["sliding, and newer"])
     assert encoder.keys(fact.id for fact in facts) == keys
@@ -281,6 +299,42 @@ def test_where_long_texts_leave_few_for_one_pass_it_slides(catalog: Catalog, pro
     assert directions(catalog, small, facts) == [1] * 6
     assert small.keys([long.id]) == {}, "it stays text"
     assert small.new_jobs(ANA) == []
+
+
+def test_what_expires_or_is_too_long_slides_beside_mixed_facts(
+    catalog: Catalog, prompts: PromptBuilder, encoder: Encoder
+) -> None:
+    """What expires would take the KV of its group along."""
+    facts = say(catalog, ANA, 20)
+    [passing, later] = facts[4], facts[13]
+    for fact in (passing, later):
+        catalog.set_expiry(fact.id, time.time() + 3600)
+    [long] = add(catalog, ANA, "long " * 4000)
+    jobs = encoder.new_jobs(ANA)
+    run(encoder, [job for job in jobs if job.part])
+    kinds = directions(catalog, encoder, facts)
+    assert [fact for fact, kind in zip(facts, kinds, strict=True) if kind == 1] == [passing, later]
+    assert kinds.count(2) == 18
+    assert encoder.keys([long.id]) == {}, "it stays text"
+    [new] = say(catalog, ANA, 1, 20)
+    encoder.new_jobs(ANA, {new.id}, with_followers=True)
+    assert directions(catalog, encoder, [new]) == [1]
+
+
+@pytest.mark.parametrize("expires", [False, True], ids=["too long", "expiring"])
+@pytest.mark.parametrize("only_new", [True, False])
+def test_what_is_not_mixed_does_not_count(
+    catalog: Catalog, prompts: PromptBuilder, expires: bool, only_new: bool
+) -> None:
+    encoder = Encoder(catalog, prompts, "m", WindowPolicy(2, 3, size := 12), 4000)
+    others = say(catalog, ANA, size, 100) if expires else add(catalog, ANA, *["long " * 4000] * size)
+    for fact in others if expires else []:
+        catalog.set_expiry(fact.id, time.time() + 3600)
+    encoder.new_jobs(ANA)
+    assert directions(catalog, encoder, others) == [int(expires)] * size
+    facts = say(catalog, ANA, size // 2 - 1)
+    encoder.new_jobs(ANA, {fact.id for fact in facts} if only_new else None, with_followers=only_new)
+    assert directions(catalog, encoder, [*facts, *others]) == [1] * len(facts) + [int(expires)] * size
 
 
 def test_core_blocks_stay_alone(catalog: Catalog, encoder: Encoder) -> None:

@@ -465,7 +465,9 @@ def test_passes_of_older_catalogs_have_one_direction(tmp_path: Path) -> None:
     catalog = open_catalog(tmp_path)
     assert catalog.passes.by_ids([1])[1].directions == 1
     assert catalog.passes.keys_attending("id 2") == ["k2"], "what stands before a fact has not seen it"
+    assert catalog.passes.encodings("m", ["id 1"])["id 1"].key == "k1"
     both = catalog.passes.record("m", ANA, [], ["id 1", "id 2"], ["m1", "m2"], 2)
+    assert catalog.passes.encodings("m", ["id 1"])["id 1"].key == "k1", "what it has is done"
     assert catalog.passes.by_ids([both])[both].directions == 2
     assert catalog.passes.keys_attending("id 2") == ["k2", "m1", "m2"]
     catalog.close()

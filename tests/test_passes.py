@@ -108,6 +108,9 @@ def test_two_directions_count_more_than_a_newer_one(catalog: Catalog) -> None:
     assert catalog.passes.superseded_keys("m", ["a1", "b1"]) == []
     both = catalog.passes.record("m", ANA, [], [a, b], ["a2", "b2"], 2)
     catalog.passes.record("m", ANA, [a], [b, c], ["b3", "c3"])
+    assert ids(catalog.provisional("m", ANA)) == [a, b, c]
+    assert catalog.found_facts(ANA, seqs, "m").keys == {a: "a1", b: "b3", c: "c3"}, "until it is done"
+    catalog.passes.mark_done("m", ["a2", "b2"])
     assert ids(catalog.provisional("m", ANA)) == [c]
     assert ids(catalog.provisional("other", ANA)) == [a, b]
     found = catalog.passes.encodings("m", [a, b, c])
@@ -117,6 +120,34 @@ def test_two_directions_count_more_than_a_newer_one(catalog: Catalog) -> None:
     assert catalog.passes.superseded_keys("m", ["a2"]) == ["a1"]
     assert catalog.passes.superseded_keys("m", ["a2", "b2"]) == ["a1", "b1", "b3"]
     assert set(catalog.passes.keys_attending(a)) == {"a1", "b1", "other a", "other b", "a2", "b2", "b3", "c3"}
+
+
+def test_a_pass_of_two_directions_counts_once_it_is_done(catalog: Catalog) -> None:
+    a, b, c = ids(add(catalog, ANA, *"abc"))
+    catalog.passes.record("m", ANA, [], [a], ["a1"])
+    first = catalog.passes.record("m", ANA, [], [a, b], ["a2", "b2"], 2)
+
+    def keys() -> dict[str, str]:
+        return {id: encoding.key for id, encoding in catalog.passes.encodings("m", [a, b, c]).items()}
+
+    assert keys() == {a: "a1", b: "b2"}, "b has no other, and can be rebuilt"
+    assert ids(catalog.provisional("m", ANA)) == [a, b]
+    assert catalog.passes.superseded_keys("m", ["a2", "b2"]) == []
+    for captured in (["a2"], ["b2", "other"]):
+        catalog.passes.mark_done("m", captured)
+        catalog.passes.mark_done("other", ["a2", "b2"])
+        assert keys()[a] == "a1", "not all of it"
+    other = catalog.passes.record("m", ANA, [], [a, c], ["a3", "c3"], 2)
+    assert catalog.passes.record("m", ANA, [], [a, b], ["a2", "b2"], 2) == first, "to be done yet"
+    assert other != first
+    catalog.passes.mark_done("m", ["b2", "other", "a2"])
+    assert keys() == {a: "a2", b: "b2", c: "c3"}
+    assert ids(catalog.provisional("m", ANA)) == [c]
+    assert catalog.passes.superseded_keys("m", ["a2", "b2"]) == ["a1", "a3"]
+    catalog.passes.mark_done("m", ["a3", "c3"])
+    assert keys()[a] == "a3"
+    assert catalog.passes.record("m", ANA, [], [a, b], ["a2", "b2"], 2) not in (first, other), "it is older"
+    assert set(catalog.delete(a).keys) == {"a1", "a2", "b2", "a3", "c3"}
 
 
 def test_facts_of_one_exact_scope_are_provisional(catalog: Catalog) -> None:

@@ -6,7 +6,7 @@ Reads the catalog through the encoder and asks the engine what its pool holds; r
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from inferscale.conversation import Conversation
 from inferscale.encoder import EncodeJob, Encoder
@@ -50,12 +50,17 @@ class JobChooser:
 
     def for_repair(self, scope: Scope, fact_ids: Set[str]) -> list[EncodeJob]:
         """The passes that hold those of these facts that are still missing, new ones where a fact was never
-        encoded. Raises EngineError where the engine does not answer."""
+        encoded. Where the pool has no free pages for all facts of a mixed pass, of that one only these are
+        captured: else passes of many groups push out what is asked for. Raises EngineError where the engine
+        does not answer."""
         jobs = self.encoder.new_jobs(scope, fact_ids)
         keys = self.encoder.keys(fact_ids)
         there = self.resident(list(keys.values()))
-        missing = (id for id, key in keys.items() if key not in there)
-        return without_repetitions([*jobs, *self._rebuilds(missing, jobs)])
+        missing = [id for id, key in keys.items() if key not in there]
+        jobs += self._rebuilds(missing, jobs)
+        kept = self._trimmed(jobs, self.encoder.keys(fact_ids))
+        # The new pass of a fact that has other KV counts only once it is whole: such are not among the kept.
+        return without_repetitions([*kept, *self._rebuilds(missing, kept)])
 
     def to_warm(self, scope: Scope) -> list[EncodeJob]:
         """Passes of every fact of the scope that is not resident, as far as the pool has free pages."""
@@ -103,9 +108,17 @@ class JobChooser:
         )
         return [job]
 
+    def note_done(self, jobs: Iterable[EncodeJob]) -> None:
+        """All of these jobs was captured: mixed passes of which these are both directions, with all facts,
+        count from now on."""
+        spans = [span for job in jobs for span in job.captures]
+        first, second = ({span.key for span in spans if span.part == part} for part in (1, 2))
+        if keys := first & second:
+            self.encoder.catalog.passes.mark_done(self.encoder.encodings_of, list(keys))
+
     def superseded(self, jobs: Iterable[EncodeJob]) -> list[str]:
-        """Keys in the pool that nobody asks for any more, since mixed passes among these jobs have new ones.
-        Raises EngineError where the engine does not answer."""
+        """Keys in the pool that nobody asks for any more, since mixed passes among these jobs are done and
+        have new ones. Raises EngineError where the engine does not answer."""
         keys = [span.key for job in jobs for span in job.captures if span.part == 2]
         if not keys:
             return []
@@ -114,9 +127,31 @@ class JobChooser:
         return [key for key in old if key in there]
 
     def _rebuilds(self, fact_ids: Iterable[str], jobs: Sequence[EncodeJob]) -> list[EncodeJob]:
-        planned = {span.key for job in jobs for span in job.captures}
-        keys = self.encoder.keys(fact_ids)
-        return self.encoder.rebuild_jobs(id for id, key in keys.items() if key not in planned)
+        planned = {fact_id for job in jobs for fact_id in job.fact_ids}
+        return self.encoder.rebuild_jobs(fact_id for fact_id in fact_ids if fact_id not in planned)
+
+    def _trimmed(self, jobs: list[EncodeJob], keys: Mapping[str, str]) -> list[EncodeJob]:
+        """Mixed passes capture only what `keys` (fact id → key) name, but for those all of whose facts find
+        free pages beside that; all other jobs as they are."""
+        if not any(job.part for job in jobs):
+            return jobs
+        wanted = {key: fact_id for fact_id, key in keys.items()}
+        stats = self._residency.stats()
+        lengths = {span.key: span.end - span.start for job in jobs for span in job.captures}
+        there = self.resident(list(lengths))
+        size = stats["page_size_tokens"]
+        pages = {key: -(-length // size) for key, length in lengths.items() if key not in there}
+        extra = {span.key for job in jobs for span in job.captures[1:] if job.part}.difference(wanted)
+        free = stats["free_pages"] - sum(num for key, num in pages.items() if key not in extra)
+        kept: list[EncodeJob] = []
+        for together in in_pairs(jobs):
+            needed = sum(pages.get(span.key, 0) for span in together[0].captures if span.key in extra)
+            if needed <= max(free, 0):
+                kept += together
+                free -= needed
+            else:
+                kept += [part for job in together if (part := _only(job, wanted)).fact_ids]
+        return kept
 
     def _fitting(self, jobs: list[EncodeJob]) -> list[EncodeJob]:
         """The newest jobs that fit into the pool's free pages, in their order; of a mixed pass both."""
@@ -180,6 +215,13 @@ class TurnBook:
         found = [self._keys.pop(scope, set()) for scope in scopes]
         self._num_keys -= sum(map(len, found))
         return [key for keys in found for key in keys]
+
+
+def _only(job: EncodeJob, wanted: Mapping[str, str]) -> EncodeJob:
+    """The job, capturing nothing but the anchor and these facts. wanted: key → fact id."""
+    anchor, *spans = job.captures
+    spans = [span for span in spans if span.key in wanted]
+    return job._replace(captures=(anchor, *spans), fact_ids=tuple(wanted[span.key] for span in spans))
 
 
 def without_repetitions(jobs: Iterable[EncodeJob]) -> list[EncodeJob]:

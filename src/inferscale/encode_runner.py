@@ -99,27 +99,33 @@ class EncodeRunner:
         """Run jobs; `progress` is called as they finish, at most every half second, and at the end.
 
         A job all of whose spans earlier ones capture, as where two scopes hold the same
-        conversation, is left out. What mixed passes replace leaves the pool at the end. An error of the
-        engine comes out; what was captured before stays.
+        conversation, is left out. What mixed passes replace leaves the pool at the end, where all of such a
+        pass was captured. An error of the engine comes out; what was captured before stays.
         """
         jobs = without_repetitions(jobs)
         start_s = told_s = time.perf_counter()
         state = EncodeProgress(0, len(jobs), 0, 0, 0.0)
         sent: list[EncodeJob] = []
+        whole: list[EncodeJob] = []
         stream = self.engine.stream(
             self._requests(jobs, sent),
             max_in_flight=_MAX_JOBS_IN_FLIGHT,
             max_tokens_in_flight=_STEPS_IN_FLIGHT * self.engine.step_tokens,
         )
-        with closing(stream) as finished:
-            for place, result in finished:
-                now_s = time.perf_counter()
-                state = _after(state, sent[place], result, now_s - start_s)
-                if progress is not None and (
-                    now_s - told_s >= _PROGRESS_EVERY_S or state.done_jobs == len(jobs)
-                ):
-                    progress(state)
-                    told_s = now_s
+        try:
+            with closing(stream) as finished:
+                for place, result in finished:
+                    now_s = time.perf_counter()
+                    state = _after(state, sent[place], result, now_s - start_s)
+                    if not _num_failed(sent[place], result):
+                        whole.append(sent[place])
+                    if progress is not None and (
+                        now_s - told_s >= _PROGRESS_EVERY_S or state.done_jobs == len(jobs)
+                    ):
+                        progress(state)
+                        told_s = now_s
+        finally:
+            self.jobs.note_done(whole)
         if len(sent) < len(jobs):
             lost = sum(len(job.captures) for job in jobs) - sum(len(job.captures) for job in sent)
             logger.info("%d passes were planned before a deletion and did not run", len(jobs) - len(sent))

@@ -12,8 +12,11 @@ With `mixed` in the policy (`windows`), a scope's facts are encoded so:
     until those and the new ones     then all of them in mixed passes, which replace the sliding ones
     are `mixed`
 
+Not mixed is what expires, since each pass goes with any of its facts, and what is too long for a pass.
+
 A mixed pass is one pass in the catalog and two jobs with the same keys, one right behind the other: the
-first captures part 1 of each fact, the second, in the other order, part 2.
+first captures part 1 of each fact, the second, in the other order, part 2. It counts once all of it is
+captured; until then its facts keep the KV of sliding passes, and are planned again.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ class EncodeJob(NamedTuple):
 
     epoch: of the scope, from before its facts were read: a job that is older than a deletion must not run.
     segments: what the pass begins with, injected instead of computed. of_facts: False where it captures
-    turns of a conversation.
+    turns of a conversation. fact_ids: of the facts whose KV its pass captures.
     """
 
     scope: Scope
@@ -56,6 +59,7 @@ class EncodeJob(NamedTuple):
     epoch: int = 0
     segments: tuple[Segment, ...] = ()
     of_facts: bool = True
+    fact_ids: tuple[str, ...] = ()
 
     def in_parts(self, num_tokens: int) -> list[EncodeJob]:
         """Jobs of rising length, each longer than the one before by so many tokens, that capture the same.
@@ -119,6 +123,11 @@ class Encoder:
         """Key of what stands in front of every pass."""
         return self._anchor_key
 
+    @property
+    def _room(self) -> int:
+        """Tokens of facts in one pass."""
+        return self.max_tokens - len(self.prompts.anchor_ids)
+
     def head_job(self, head_ids: Sequence[int]) -> EncodeJob:
         """Capture a system text that opens prompts; an exact segment, the same for everybody."""
         span = Span(self.head_key(head_ids), 0, len(head_ids))
@@ -141,13 +150,13 @@ class Encoder:
         jobs: list[EncodeJob] = []
         for scope, found, provisional in self._lacking(filter, only):
             facts = [fact for fact in found if fact.block is None]
-            if groups := self._groups(facts, provisional):
+            groups = self._groups(facts, provisional)
+            if groups:
                 jobs.extend(self._plan_groups(scope, groups, {fact.id for fact in facts}, only))
-            else:
-                runs = [facts] if only is None else self._runs(facts, only, with_followers)
-                for run in runs:
-                    if run:
-                        jobs.extend(self._plan_scope(scope, run, None if with_followers else only))
+            runs = [facts] if only is None else self._runs(facts, only, with_followers)
+            for run in runs:
+                if sliding := [fact for fact in run if not groups or not self._is_mixable(fact)]:
+                    jobs.extend(self._plan_scope(scope, sliding, None if with_followers else only))
             jobs.extend(self._plan_blocks(scope, [fact for fact in found if fact.block is not None], only))
         return jobs
 
@@ -180,11 +189,16 @@ class Encoder:
     def _groups(self, new: Sequence[Fact], provisional: Sequence[Fact]) -> list[list[Fact]]:
         """Facts of a scope for mixed passes; none where they are too few."""
         size = self.policy.mixed
-        facts = sorted([*new, *provisional], key=_scope_order)
-        if not size or (2 * len(new) < size and len(facts) < size):
+        num_new = sum(map(self._is_mixable, new))
+        facts = sorted(filter(self._is_mixable, [*new, *provisional]), key=_scope_order)
+        if not size or (2 * num_new < size and len(facts) < size):
             return []
         names = ["\0".join((fact.speaker or "", fact.said_at or "", fact.text)) for fact in facts]
         return [[facts[item] for item in group] for group in mixed_groups(names, size)]
+
+    def _is_mixable(self, fact: Fact) -> bool:
+        """Told without its tokens: a text rarely has more of them than characters."""
+        return fact.expires_at is None and len(fact.text) <= self._room
 
     def _runs(self, facts: Sequence[Fact], wanted: Set[str], with_followers: bool) -> list[list[Fact]]:
         """Of facts without KV, in the order they were said: as many as one pass captures around each that is
@@ -205,8 +219,7 @@ class Encoder:
     ) -> list[EncodeJob]:
         """new: ids of the facts without KV. Where long texts leave few of a group for one pass, it is a
         sliding one."""
-        epoch = self.catalog.epoch(scope)
-        room = self.max_tokens - len(self.prompts.anchor_ids)
+        epoch, room = self.catalog.epoch(scope), self._room
         planned: list[_Planned] = []
         few: list[Fact] = []
         for group in groups:
@@ -225,22 +238,20 @@ class Encoder:
                 if len(chosen) < MIN_MIXED:
                     few += [fact for fact, _ in chosen if fact.id in new]
                     continue
-                jobs = self._jobs(scope, [ids for _, ids in chosen], 0, epoch, directions=2)
-                planned.append(_Planned(jobs, _new_pass(jobs, [fact.id for fact, _ in chosen], 0)))
+                fact_ids, items_ids = [fact.id for fact, _ in chosen], [ids for _, ids in chosen]
+                planned.append(self._planned(scope, fact_ids, items_ids, 0, epoch, directions=2))
         jobs = self._recorded(scope, planned)
         return jobs + (self._plan_scope(scope, sorted(few, key=_scope_order), only) if few else [])
 
     def _plan_blocks(self, scope: Scope, blocks: Sequence[Fact], only: Set[str] | None) -> list[EncodeJob]:
         """Each core block alone behind the anchor, so that nothing else has seen it when it changes."""
         epoch = self.catalog.epoch(scope)
-        room = self.max_tokens - len(self.prompts.anchor_ids)
         planned = []
         # Read again: what they say has to be of that epoch or later.
         for block in self.catalog.facts_by_ids(block.id for block in blocks):
             ids = self.prompts.fact_ids(block)
-            if (only is None or block.id in only) and len(ids) <= room:
-                jobs = self._jobs(scope, [ids], 0, epoch)
-                planned.append(_Planned(jobs, _new_pass(jobs, [block.id], 0)))
+            if (only is None or block.id in only) and len(ids) <= self._room:
+                planned.append(self._planned(scope, [block.id], [ids], 0, epoch))
         return self._recorded(scope, planned)
 
     def _plan_scope(self, scope: Scope, needed: list[Fact], only: Set[str] | None) -> list[EncodeJob]:
@@ -251,10 +262,9 @@ class Encoder:
         items_ids = [self.prompts.fact_ids(fact) for fact in items]
         lengths = [len(ids) for ids in items_ids]
         # A text that was stored without a look at this model may be too long for it; it stays text.
-        room = self.max_tokens - len(self.prompts.anchor_ids)
         passes = plan_passes(
             lengths,
-            [fact.id in wanted and length <= room for fact, length in zip(items, lengths, strict=True)],
+            [fact.id in wanted and length <= self._room for fact, length in zip(items, lengths, strict=True)],
             self.policy,
             anchor_tokens=len(self.prompts.anchor_ids),
             max_tokens=self.max_tokens,
@@ -266,8 +276,8 @@ class Encoder:
             fact_ids = [items[index].id for index in encode_pass.items]
             if only is not None and only.isdisjoint(fact_ids[num_window:]):
                 continue
-            jobs = self._jobs(scope, [items_ids[index] for index in encode_pass.items], num_window, epoch)
-            planned.append(_Planned(jobs, _new_pass(jobs, fact_ids, num_window)))
+            pass_ids = [items_ids[index] for index in encode_pass.items]
+            planned.append(self._planned(scope, fact_ids, pass_ids, num_window, epoch))
         return self._recorded(scope, planned)
 
     def _between(self, scope: Scope, first: int, last: int) -> list[Fact]:
@@ -316,21 +326,22 @@ class Encoder:
         if any(fact_id not in facts or facts[fact_id].has_expired(now) for fact_id in recorded.fact_ids):
             return []
         items_ids = [self.prompts.fact_ids(facts[fact_id]) for fact_id in recorded.fact_ids]
-        jobs = self._jobs(recorded.scope, items_ids, recorded.num_window, epoch, recorded.directions)
-        new = _new_pass(jobs, recorded.fact_ids, recorded.num_window)
-        if list(new.keys) == [recorded.keys.get(fact_id) for fact_id in new.captured_ids]:
-            return jobs
+        scope, fact_ids, num_window = recorded.scope, recorded.fact_ids, recorded.num_window
+        again = self._planned(scope, fact_ids, items_ids, num_window, epoch, recorded.directions)
+        if list(again.new.keys) == [recorded.keys.get(fact_id) for fact_id in again.new.captured_ids]:
+            return again.jobs
         # Other keys mean that facts are rendered or tokenized in another way since: file it anew.
-        return self._recorded(recorded.scope, [_Planned(jobs, new)])
+        return self._recorded(scope, [again])
 
-    def _jobs(
+    def _planned(
         self,
         scope: Scope,
+        fact_ids: Sequence[str],
         items_ids: Sequence[Sequence[int]],
         num_window: int,
         epoch: int,
         directions: int = 1,
-    ) -> list[EncodeJob]:
+    ) -> _Planned:
         """A pass over anchor and facts: one job, or one for each of two directions.
 
         The anchor is captured as well, it opens every prompt with the default system text.
@@ -339,8 +350,10 @@ class Encoder:
         jobs = []
         for run in pass_runs(owned_by(self.model, scope), anchor, items_ids, num_window, directions):
             captures = (Span(self._anchor_key, 0, len(anchor)), *run.captures)
-            jobs.append(EncodeJob(scope, run.token_ids, captures, epoch))
-        return jobs
+            captured = tuple(fact_ids[num_window:])
+            jobs.append(EncodeJob(scope, run.token_ids, captures, epoch, fact_ids=captured))
+        keys = [span.key for span in jobs[0].captures[1:]]
+        return _Planned(jobs, NewPass(fact_ids[:num_window], fact_ids[num_window:], keys, directions))
 
     def keys(self, fact_ids: Iterable[str]) -> dict[str, str]:
         """Fact id → key of its KV, for facts that were encoded for this model."""
@@ -365,11 +378,6 @@ class _Planned(NamedTuple):
 
     jobs: Sequence[EncodeJob]
     new: NewPass
-
-
-def _new_pass(jobs: Sequence[EncodeJob], fact_ids: Sequence[str], num_window: int) -> NewPass:
-    keys = [span.key for span in jobs[0].captures[1:]]
-    return NewPass(fact_ids[:num_window], fact_ids[num_window:], keys, len(jobs))
 
 
 def owned_by(model: str, scope: Scope) -> str:

@@ -38,13 +38,22 @@ class Engine:
 
 
 class Connector:
-    """`ResidencyClient` with a pool that holds `there`, `loadable` below it, and files of `on_disk`."""
+    """`ResidencyClient` with a pool that holds `there`, `loadable` below it, and files of `on_disk`.
+
+    free_pages: of 16 tokens each.
+    """
 
     def __init__(self) -> None:
         self.there: set[str] = set()
         self.loadable: set[str] = set()
         self.on_disk: list[str] = []
+        self.free_pages = 10_000
         self.is_gone = False
+
+    def stats(self) -> dict[str, int]:
+        if self.is_gone:
+            raise EngineError("gone")
+        return {"free_pages": self.free_pages, "page_size_tokens": 16}
 
     def resident(self, keys: Sequence[str]) -> list[bool]:
         if self.is_gone:

@@ -198,6 +198,58 @@ def test_what_mixed_passes_replace_leaves_the_pool(memory: Memory) -> None:
     with_parts(memory, test)
 
 
+def test_what_mixed_passes_do_not_capture_whole_is_not_replaced(memory: Memory) -> None:
+    facts = memory.add(["one", "two", "three"], user_id="ana")
+
+    async def test(parts: Parts) -> None:
+        parts.use_model("m", mixed=8)
+        parts.encoding.put_new(ANA, facts)
+        await parts.encoding.gate.drained()
+        keys = parts.encoder.keys(fact.id for fact in facts)
+        parts.connector.there = {*keys.values(), parts.encoder.anchor_key}
+        more = await parts.threads.run(lambda: memory.add([f"more {n}" for n in range(5)], user_id="ana"))
+        parts.engine.loses = 1
+        parts.encoding.put_new(ANA, more)
+        await parts.encoding.gate.drained()
+        assert parts.engine.orders == []
+        assert parts.encoder.keys(fact.id for fact in facts) == keys
+        parts.engine.loses = 0
+        parts.encoding.put_all(ANA)
+        await parts.encoding.gate.drained()
+        [order] = parts.engine.orders
+        assert set(order.keys) == set(keys.values())
+
+    with_parts(memory, test)
+
+
+@pytest.mark.parametrize("mixed", [0, 8])
+def test_facts_whose_passes_a_deletion_has_overtaken_are_planned_again(memory: Memory, mixed: int) -> None:
+    facts = memory.add([f"fact {number} of many words here" for number in range(60)], user_id="ana")
+
+    async def test(parts: Parts) -> None:
+        parts.use_model("m", mixed=mixed)
+        run, deleted = parts.engine.run, False
+
+        async def run_and_delete(token_ids: Any, plan: Any) -> dict[str, Any]:
+            nonlocal deleted
+            if not deleted:
+                deleted = True
+                forgotten.update(await parts.threads.run(lambda: memory.catalog.delete(facts[50].id).keys))
+            keys = {span.key for span in plan.captures if span.part != 1}
+            parts.connector.there |= keys - forgotten
+            return await run(token_ids, plan)
+
+        forgotten: set[str] = set()
+        parts.engine.run = run_and_delete  # type: ignore[method-assign]
+        parts.encoding.put_new(ANA, facts)
+        await parts.encoding.gate.drained()
+        keys = parts.encoder.keys(fact.id for fact in facts)
+        assert len(keys) == 59
+        assert set(keys.values()) <= parts.connector.there
+
+    with_parts(memory, test)
+
+
 @pytest.mark.parametrize(("loses", "counted"), [(0, 3), (1, 0)])
 def test_facts_count_as_encoded_once_all_of_their_pass_is_captured(
     memory: Memory, loses: int, counted: int

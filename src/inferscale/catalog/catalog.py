@@ -234,8 +234,8 @@ class Catalog:
             return _listings.unencoded(connection, model, filter)
 
     def provisional(self, model: str, filter: Scope, *, is_exact: bool = False) -> list[Fact]:
-        """Facts under `filter` that were encoded for this model, but in no pass of two directions, in seq
-        order; no core blocks. is_exact: only those of the very scope that `filter` names."""
+        """Facts under `filter` that were encoded for this model, but in no pass of two directions that is
+        done, in seq order; no core blocks. is_exact: only those of the very scope that `filter` names."""
         with self._database.read() as connection:
             return _listings.provisional(connection, model, filter, is_exact=is_exact)
 

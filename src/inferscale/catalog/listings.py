@@ -107,8 +107,8 @@ def provisional(
         where += "".join(f" AND {name} IS NULL" for name in _rows.SCOPE_COLUMNS if not getattr(filter, name))
     clause = (
         f"WHERE f.scope IN (SELECT id FROM scopes WHERE {where}) AND f.block IS NULL AND {LIVE} AND "
-        "(SELECT max(p.directions) FROM encodings e JOIN passes p ON p.id = e.pass "
-        "WHERE e.fact = f.seq AND e.model = ?) = 1 ORDER BY f.seq"
+        "(SELECT max(p.directions * p.is_done) FROM encodings e JOIN passes p ON p.id = e.pass "
+        "WHERE e.fact = f.seq AND e.model = ?) < 2 ORDER BY f.seq"
     )
     return _rows.select_facts(connection, clause, *values, time.time(), model)
 

@@ -131,9 +131,11 @@ _THIRD = (
         BEGIN DELETE FROM vectors_next WHERE fact = new.seq; END""",
 )
 
-# Existing passes saw what stands before each fact only.
+# Existing passes saw what stands before each fact only. is_done: 0 for one of two directions until all of its
+# KV was in a pool; what its facts had before counts so long.
 _FOURTH = (
     "ALTER TABLE passes ADD COLUMN directions INTEGER NOT NULL DEFAULT 1 CHECK (directions IN (1, 2))",
+    "ALTER TABLE passes ADD COLUMN is_done INTEGER NOT NULL DEFAULT 1 CHECK (is_done IN (0, 1))",
 )
 
 MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _SECOND, _THIRD, _FOURTH)

@@ -63,8 +63,8 @@ class PassRecords:
         return pass_ids
 
     def encodings(self, model: str, fact_ids: Iterable[str]) -> dict[str, Encoding]:
-        """Fact id → its newest encoding for this model, of a pass of two directions where it has one; facts
-        without any are left out."""
+        """Fact id → its newest encoding for this model, of a pass of two directions where it has one that is
+        done, and of one that is not where it has no other; facts without any are left out."""
         with self._database.read() as connection:
             return _passes.current_encodings(connection, model, fact_ids)
 
@@ -73,8 +73,18 @@ class PassRecords:
         with self._database.read() as connection:
             return _passes.read_passes(connection, pass_ids)
 
+    def mark_done(self, model: str, keys: Sequence[str]) -> None:
+        """The KV under these keys is captured: from now on passes of two directions that have no other keys
+        count more than what their facts had before."""
+        with self._database.read() as connection:
+            if not _passes.to_be_done(connection, model, keys):
+                return
+        with self._database.write() as connection:
+            _passes.mark_done(connection, _passes.to_be_done(connection, model, keys))
+
     def superseded_keys(self, model: str, keys: Iterable[str]) -> list[str]:
-        """Keys under which facts were encoded before a pass of two directions gave them one of `keys`."""
+        """Keys under which facts were encoded before a pass of two directions that is done gave them one of
+        `keys`."""
         with self._database.read() as connection:
             return _passes.superseded_keys(connection, model, keys)
 

@@ -4,7 +4,8 @@ An encode pass is an ordered list of facts of one exact scope. The first `num_wi
 window (computed, thrown away); each of the rest is captured under a key and *attends to* every
 fact before it in the pass, and to itself. Deleting a fact therefore invalidates its own keys and
 those of all captured facts behind it; so does changing what it says. A pass of two directions has no
-window; each of its facts attends to all of them, and goes with any of them. Knows nothing of tokens and KV.
+window; each of its facts attends to all of them, and goes with any of them. It is *done* once all of its KV
+was captured; until then any other encoding of its facts counts more. Knows nothing of tokens and KV.
 
 All functions work inside the caller's transaction.
 """
@@ -56,6 +57,10 @@ class NewPass(NamedTuple):
     directions: int = 1
 
 
+_RANK = "p.directions * p.is_done"
+"""Of an encoding among those of its fact, by its pass `p`; the newest of the highest counts."""
+
+
 class _Row(NamedTuple):
     """A fact in a pass; `key` is None in the window."""
 
@@ -64,7 +69,8 @@ class _Row(NamedTuple):
 
 
 def record_pass(connection: sqlite3.Connection, model: str, scope_code: int, new: NewPass) -> int:
-    """Store a pass and return its id; the same pass as the current one of its facts is not stored twice.
+    """Store a pass and return its id; the same pass as the current one of its facts is not stored twice, nor
+    one of two directions that is to be done yet.
 
     Raises UnknownFact when a fact does not exist (any more) in this exact scope, InvalidInput
     when a fact stands twice in the pass, nothing is captured, keys are missing, or a pass of two
@@ -99,14 +105,13 @@ def record_pass(connection: sqlite3.Connection, model: str, scope_code: int, new
         )
     rows = [_Row(seqs[fact_id], None) for fact_id in window_ids]
     rows += [_Row(seqs[fact_id], key) for fact_id, key in zip(captured_ids, keys, strict=True)]
-    same = _current_pass_with(connection, model, rows, directions)
+    find = _current_pass_with if directions == 1 else _mixed_pass_with
+    same = find(connection, model, rows)
     return same if same is not None else _insert_pass(connection, model, scope_code, rows, directions)
 
 
-def _current_pass_with(
-    connection: sqlite3.Connection, model: str, rows: list[_Row], directions: int
-) -> int | None:
-    """The pass with exactly these rows, if it is the newest of each fact that it captures."""
+def _current_pass_with(connection: sqlite3.Connection, model: str, rows: list[_Row]) -> int | None:
+    """The one-way pass with exactly these rows, if it is the newest of each fact that it captures."""
     captured = [row.fact_seq for row in rows if row.key is not None]
     newest = connection.execute(
         "SELECT max(pass) FROM encodings WHERE model = ? AND fact IN (SELECT value FROM json_each(?)) "
@@ -117,7 +122,23 @@ def _current_pass_with(
         return None
     pass_id = int(newest[0][0])
     found = connection.execute("SELECT directions FROM passes WHERE id = ?", (pass_id,)).fetchone()
-    return pass_id if found == (directions,) and _rows(connection, pass_id) == rows else None
+    return pass_id if found == (1,) and _rows(connection, pass_id) == rows else None
+
+
+def _mixed_pass_with(connection: sqlite3.Connection, model: str, rows: list[_Row]) -> int | None:
+    """The two-way pass with exactly these rows, if none of its facts has a newer one that is done."""
+    found = connection.execute(
+        "SELECT p.id FROM encodings e JOIN passes p ON p.id = e.pass WHERE e.model = ? AND e.fact = ? "
+        "AND e.key = ? AND p.directions = 2 ORDER BY p.id DESC",
+        (model, rows[0].fact_seq, rows[0].key),
+    )
+    pass_id = next((id for (id,) in found.fetchall() if _rows(connection, id) == rows), None)
+    newer = connection.execute(
+        "SELECT 1 FROM encodings e JOIN passes p ON p.id = e.pass WHERE e.model = ? AND e.pass > ? "
+        f"AND {_RANK} = 2 AND e.fact IN (SELECT value FROM json_each(?))",
+        (model, pass_id, json.dumps([row.fact_seq for row in rows])),
+    )
+    return pass_id if newer.fetchone() is None else None
 
 
 def _insert_pass(
@@ -125,8 +146,8 @@ def _insert_pass(
 ) -> int:
     num_window = sum(row.key is None for row in rows)
     cursor = connection.execute(
-        "INSERT INTO passes (model, scope, num_window, directions) VALUES (?, ?, ?, ?)",
-        (model, scope_code, num_window, directions),
+        "INSERT INTO passes (model, scope, num_window, directions, is_done) VALUES (?, ?, ?, ?, ?)",
+        (model, scope_code, num_window, directions, directions == 1),
     )
     assert cursor.lastrowid is not None
     pass_id = cursor.lastrowid
@@ -153,12 +174,12 @@ def _rows(connection: sqlite3.Connection, pass_id: int) -> list[_Row]:
 def current_encodings(
     connection: sqlite3.Connection, model: str, fact_ids: Iterable[str]
 ) -> dict[str, Encoding]:
-    """Fact id → its newest encoding for this model, of a pass of two directions where it has one; facts
-    without any are left out."""
+    """Fact id → its newest encoding for this model, of a pass of two directions where it has one that is
+    done, and of one that is not where it has no other; facts without any are left out."""
     found = connection.execute(
         "SELECT f.id, e.key, e.pass, e.position FROM facts f JOIN encodings e ON e.fact = f.seq "
         "JOIN passes p ON p.id = e.pass "
-        "WHERE e.model = ? AND f.id IN (SELECT value FROM json_each(?)) ORDER BY p.directions, e.pass",
+        f"WHERE e.model = ? AND f.id IN (SELECT value FROM json_each(?)) ORDER BY {_RANK}, e.pass",
         (model, json.dumps(list(fact_ids))),
     )
     return {fact_id: Encoding(key, pass_id, position) for fact_id, key, pass_id, position in found.fetchall()}
@@ -168,7 +189,7 @@ def current_keys(connection: sqlite3.Connection, model: str, fact_seqs: Iterable
     """Sequence number of a fact → key of its encoding for this model as in `current_encodings`, if any."""
     found = connection.execute(
         "SELECT e.fact, e.key FROM encodings e JOIN passes p ON p.id = e.pass "
-        "WHERE e.model = ? AND e.fact IN (SELECT value FROM json_each(?)) ORDER BY p.directions, e.pass",
+        f"WHERE e.model = ? AND e.fact IN (SELECT value FROM json_each(?)) ORDER BY {_RANK}, e.pass",
         (model, json.dumps(list(fact_seqs))),
     )
     return dict(found.fetchall())
@@ -202,12 +223,31 @@ def read_passes(connection: sqlite3.Connection, pass_ids: Iterable[int]) -> dict
     }
 
 
+def to_be_done(connection: sqlite3.Connection, model: str, keys: Iterable[str]) -> list[int]:
+    """Passes of two directions that are not done and have no other keys than these."""
+    captured = json.dumps(list(keys))
+    found = connection.execute(
+        "SELECT id FROM passes WHERE model = ? AND is_done = 0 "
+        "AND id IN (SELECT pass FROM encodings WHERE key IN (SELECT value FROM json_each(?))) "
+        "AND NOT EXISTS (SELECT 1 FROM encodings e WHERE e.pass = passes.id "
+        "AND e.key NOT IN (SELECT value FROM json_each(?))) ORDER BY id",
+        (model, captured, captured),
+    )
+    return [row[0] for row in found.fetchall()]
+
+
+def mark_done(connection: sqlite3.Connection, pass_ids: Iterable[int]) -> None:
+    sql = "UPDATE passes SET is_done = 1 WHERE id IN (SELECT value FROM json_each(?))"
+    connection.execute(sql, (json.dumps(list(pass_ids)),))
+
+
 def superseded_keys(connection: sqlite3.Connection, model: str, keys: Iterable[str]) -> list[str]:
-    """Keys under which the facts of `keys`, which are of passes of two directions, were encoded before."""
+    """Keys under which the facts of `keys` were encoded otherwise, as far as these are of passes of two
+    directions that are done."""
     found = connection.execute(
         "SELECT old.key FROM encodings new JOIN passes q ON q.id = new.pass "
         "JOIN encodings old ON old.fact = new.fact AND old.model = new.model AND old.key <> new.key "
-        "JOIN passes p ON p.id = old.pass WHERE new.model = ? AND p.directions < q.directions "
+        f"JOIN passes p ON p.id = old.pass WHERE new.model = ? AND q.is_done AND {_RANK} < q.directions "
         "AND new.key IN (SELECT value FROM json_each(?)) ORDER BY old.pass, old.position",
         (model, json.dumps(list(keys))),
     )

@@ -150,7 +150,7 @@ class Encoding:
 
     async def _encode(self, jobs: tuple[EncodeJob, ...]) -> None:
         """One pass, in one direction after the other; in parts where chats come and go: each finds the one
-        before in vLLM's prefix cache."""
+        before in vLLM's prefix cache. Where a deletion has overtaken it, its facts are planned again."""
         in_parts = self.gate.has_company and self._caches_prefixes
         parts = [part for job in jobs for part in (job.in_parts(self._part_tokens) if in_parts else [job])]
         num_lost = 0
@@ -158,6 +158,8 @@ class Encoding:
             if number:
                 await self.gate.give_way()
             if await self._threads.run(self._encoder.is_outdated, part):
+                if part.fact_ids:
+                    self.put_missing(part.scope, set(part.fact_ids))
                 return
             outcome = await self._engine.run(part.token_ids, self._encoder.plan_of(part))
             num_lost += len(part.captures) - int(outcome.get("captured", 0))
@@ -168,5 +170,7 @@ class Encoding:
                 num_lost,
                 sum(len(job.captures) for job in jobs),
             )
+            return
+        await self._threads.run(self._jobs.note_done, jobs)
         if superseded := await self._threads.run(self._jobs.superseded, jobs):
             await self._engine.order(Order("forget", tuple(superseded)))
