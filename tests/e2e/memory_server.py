@@ -113,6 +113,7 @@ def serving(
     log_path = folder / "server.log"
     variables = {
         **os.environ,
+        "VLLM_LOGGING_LEVEL": "INFO",  # other tests set another one, and some look into the log
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "HF_HUB_OFFLINE": "1",
         "TORCHDYNAMO_DISABLE": "1",

@@ -100,6 +100,7 @@ def main(pipe: Connection, options: MemoryOptions, log_path: str) -> None:
     log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    os.environ["VLLM_LOGGING_LEVEL"] = "INFO"  # other tests set another one, and some look into the log
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # vLLM compiles a function of its sampler, which takes seconds
     try:
         host = MemoryHost(options)
