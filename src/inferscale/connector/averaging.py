@@ -2,8 +2,9 @@
 
 KV of a fact is what the fact says and what stood before it. In a prompt other facts stand before it than in
 its encode pass; the mean of two passes keeps what both agree on and halves the rest (docs/quality.md has what
-that gains). Keys are turned to one position first, in float32, and the mean is rounded once to the dtype of
-vLLM's cache. Plain torch, for any device and layout: it runs while facts are encoded, once for each.
+that gains). Keys are turned to one position first, in float32, and the mean is rounded to the dtype of
+vLLM's cache; a pool of bytes rounds the first capture and the mean as well. Plain torch, for any device and
+layout: it runs while facts are encoded, once for each.
 """
 
 from __future__ import annotations
@@ -48,10 +49,12 @@ class Averager:
         cos, sin = (part.to(slab.data.device) for part in delta_cos_sin(deltas, self._rotary))
         is_moved = (deltas != 0).to(slab.data.device)
         picked = slab.data[row_index]
+        layouts = {id(layout): layout for layout in self._caches.layouts}  # few kinds, each shared by layers
+        indices = {key: layout.element_index(slot_index) for key, layout in layouts.items()}
         for index, (layer, layout) in enumerate(zip(*self._caches, strict=True)):
             first = row_format.decode_layer(picked, index).to(torch.float32).unsqueeze(1)
             keys, values = turn(first, cos, sin, is_moved, self._rotary, torch.float32)
-            second = flat_storage(layer.cache)[layout.element_index(slot_index)].to(torch.float32)
+            second = flat_storage(layer.cache)[indices[id(layout)]].to(torch.float32)
             mean = (torch.stack((keys[0], values[0]), dim=1).flatten(1) + second) / 2
             row_format.store_layer(slab.data, row_index, index, mean.to(row_format.kv_dtype))
         slab.origins[row_index] = places.to(torch.int32)
