@@ -237,7 +237,7 @@ class EncodingConfig:
     mixed: int = 60
     """About so many facts of a scope are encoded together, in both directions and in an order of no meaning,
     once there are so many (`windows`); `window` and `stride` are for fewer. 0: they are for all."""
-    neighbours: int = 2
+    neighbours: int = 1
     """Facts of a mixed pass that were said one after the other and stay together in it."""
 
     def __post_init__(self) -> None:
@@ -351,7 +351,7 @@ class ServerConfig:
     window: int = 20
     stride: int = 20
     mixed: int = 60
-    neighbours: int = 2
+    neighbours: int = 1
     """As in `EncodingConfig`."""
     top_k: int = 50
     """Facts of a chat that does not say how many."""

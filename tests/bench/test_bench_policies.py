@@ -70,8 +70,8 @@ def test_the_default_is_the_configuration_s() -> None:
     encoding = EncodingConfig()
     window = WindowPolicy(encoding.window, encoding.stride, encoding.mixed, encoding.neighbours)
     assert Policy.default() == Policy(window, Tail.parse(DEFAULT_TAIL))
-    assert Policy.parse("mixed(60,2)+tail6,12%") == Policy.default()
-    assert Policy.parse("mixed(60,2)") != Policy.default(), "no tail is named: none is recomputed"
+    assert Policy.parse("mixed(60)+tail6,12%") == Policy.default()
+    assert Policy.parse("mixed(60)") != Policy.default(), "no tail is named: none is recomputed"
 
 
 def test_policies_with_the_same_prompts() -> None:
