@@ -6,6 +6,7 @@ reference comes from vLLM's public interface (logits) or from the raw memory.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -96,6 +97,7 @@ class EngineHost:
             max_logprobs=-1,
             logprobs_mode="raw_logits",
             kv_transfer_config=transfer,
+            **json.loads(options.engine_args),
         )
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core
@@ -145,7 +147,10 @@ class EngineHost:
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         """All requests at once, so that vLLM schedules as many as fit into each step."""
         outputs = self._llm.generate(
-            [self._prompt(r) for r in requests], [self._sampling(r) for r in requests], use_tqdm=False
+            [self._prompt(r) for r in requests],
+            [self._sampling(r) for r in requests],
+            use_tqdm=False,
+            lora_request=[_adapter(r) for r in requests] if any(r.adapter for r in requests) else None,
         )
         return [self._answer(output) for output in outputs]
 
@@ -161,6 +166,7 @@ class EngineHost:
         extra = None if request.params is None else {"kv_transfer_params": request.params}
         return SamplingParams(
             max_tokens=request.max_tokens,
+            n=request.num_answers,
             temperature=0,
             logprobs=-1,
             flat_logprobs=True,
@@ -200,7 +206,8 @@ class EngineHost:
         """Queue a request; returns the id that `step`, `abort` and `running` use."""
         name = f"step-{self._num_added}"
         self._num_added += 1
-        self._engine.add_request(name, self._prompt(request), self._sampling(request))
+        adapter = _adapter(request)
+        self._engine.add_request(name, self._prompt(request), self._sampling(request), lora_request=adapter)
         return name
 
     def step(self) -> dict[str, Answer]:
@@ -325,6 +332,12 @@ class EngineHost:
 
     def num_free_blocks(self) -> int:
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def _adapter(request: Request) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return None if request.adapter is None else LoRARequest(*request.adapter)
 
 
 def _token_bytes(checkpoint: str) -> int:
