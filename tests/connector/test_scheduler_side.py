@@ -726,7 +726,7 @@ def test_prompt_logprobs_are_computed_and_not_injected(engine: SymbolicEngine) -
     assert "log-prob" in str(engine.side._requests["c"].reason)
 
 
-@pytest.mark.parametrize("name", ["lora_request", "mm_features", "prompt_embeds"])
+@pytest.mark.parametrize("name", ["mm_features", "prompt_embeds"])
 def test_inputs_that_are_not_plain_text_are_not_injected(engine: SymbolicEngine, name: str) -> None:
     remember(engine, FACT)
     request = engine.chat("c", FACT + QUESTION, FACT)

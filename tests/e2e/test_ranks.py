@@ -78,6 +78,11 @@ def a(
     return Author(ranks, reference(family), zlib.crc32(request.function.__name__.encode()))
 
 
+def step_on(a: Author) -> None:
+    while True:
+        a.engine.step()
+
+
 def push_out(a: Author) -> None:
     """Fill the pool with other facts."""
     a.store_facts([16] * 49, sliding(2, 60))
@@ -191,8 +196,7 @@ def test_a_lost_worker_is_reported_as_vllm_reports_it(a: Author) -> None:
     os.kill(a.engine.processes()["workers"][1], signal.SIGKILL)
     start = time.monotonic()
     with pytest.raises(EngineFailed, match="EngineDeadError"):
-        while True:
-            a.engine.step()
+        step_on(a)
     assert time.monotonic() - start < 60
     a.engine.close()
     assert not a.engine.is_alive

@@ -80,6 +80,9 @@ class InferScaleConnector(KVConnectorBase_V1):
         assert self.config.runtime_dir is not None
         self._runtime_dir = open_runtime_dir(self.config.runtime_dir)
         share_engine_log()
+        warning = compat.release_warning()
+        if warning is not None and role == KVConnectorRole.SCHEDULER:
+            logger.warning("%s", warning)
         with recorded(self._runtime_dir):
             compat.refuse_pool_dtype(vllm_config, self.config.pool_dtype)
             self._cache = compat.cache_shape(vllm_config, kv_cache_config)

@@ -25,6 +25,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from inferscale.adapters import model_with_adapter
 from inferscale.connector.captures import Captures, Capturing
 from inferscale.connector.locate import NO_RUN, Run, leading_run, locate
 from inferscale.connector.messages import StepOrders, StepReport
@@ -37,6 +38,10 @@ from inferscale.pool.table import PageTable
 
 logger = logging.getLogger(__name__)
 
+OTHER_MODEL = "the plan was made for another model or adapter"
+ADAPTER_UNKNOWN = (
+    "the LoRA adapter was reloaded in place, or its files are not on this machine; load it under a new name"
+)
 STALE = "memory of this scope changed after the plan was made"
 _FACT = "f"  # in the kinds of `Segments`
 MAX_OUTCOMES = 4096
@@ -149,6 +154,16 @@ class SchedulerSide:
             self._followed[request_id] = state
         return state
 
+    def _model_of(self, request: Any) -> str | None:
+        """What the request's plan must name as its model: KV of one adapter is never another's. None for an
+        adapter that cannot be told from what it was, or from others."""
+        adapter = getattr(request, "lora_request", None)
+        if adapter is None:
+            return self.model
+        if getattr(adapter, "load_inplace", False):
+            return None
+        return model_with_adapter(self.model, adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
+
     def _is_stale(self, plan: Plan) -> bool:
         return plan.epoch < self._epochs.get(plan.scope, 0)
 
@@ -159,9 +174,12 @@ class SchedulerSide:
         prompt_ids = request.prompt_token_ids
         if plan.order is not None:
             return state
-        if plan.model != self.model:
+        model = self._model_of(request)
+        if model is None:
+            state.reason = ADAPTER_UNKNOWN
+        elif plan.model != model:
             self.counters.plans_rejected += 1
-            state.reason = "the plan was made for another model"
+            state.reason = OTHER_MODEL
         elif self._is_stale(plan):
             self.counters.plans_stale += 1
             state.reason = STALE
@@ -171,8 +189,6 @@ class SchedulerSide:
             # Without the salt, injected blocks would be found by exact requests.
             self.counters.plans_rejected += 1
             state.reason = "the request's cache_salt is not the plan's"
-        elif getattr(request, "lora_request", None) is not None:
-            state.reason = "the request uses a LoRA adapter; facts are encoded without one"
         elif getattr(request, "mm_features", None) or getattr(request, "prompt_embeds", None) is not None:
             state.reason = "the prompt has images, audio, video or embeddings"
         else:
@@ -201,7 +217,7 @@ class SchedulerSide:
         if state.plan.order is None:
             self._count_use(state, run)
             state.note_claim(num_external)
-            self._publish(state.plan.id, state)
+            self._publish(state, state)
 
     def _count_use(self, state: RequestState, run: Run) -> None:
         counters, placement = self.counters, state.placement
@@ -355,10 +371,14 @@ class SchedulerSide:
             return None
         self._followed.pop(request.request_id, None)
         outcome = outcome_of(state, self.table)
-        self._publish(state.plan.id, outcome)
+        self._publish(state, outcome)
         return outcome
 
-    def _publish(self, plan_id: str, outcome: dict[str, Any] | RequestState) -> None:
+    def _publish(self, state: RequestState, outcome: dict[str, Any] | RequestState) -> None:
+        """Of several requests with one plan (`n` above 1) the first counts: the others find its blocks."""
+        plan_id = state.plan.id
+        if self.outcomes.get(plan_id, state) is not state:
+            return
         self.outcomes[plan_id] = outcome
         self.outcomes.move_to_end(plan_id)
         while len(self.outcomes) > MAX_OUTCOMES:

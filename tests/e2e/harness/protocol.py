@@ -46,7 +46,7 @@ class EngineOptions:
 @dataclass(frozen=True)
 class Request:
     """One request. params: its `kv_transfer_params`. salt: its cache salt. allowed: tokens that may come.
-    adapter: name, number and folder of a LoRA adapter. num_answers: `n` of vLLM; the first one is looked at.
+    adapter: name, number and folder of a LoRA adapter. num_answers: `n` of vLLM, for `ask_all`.
     """
 
     ids: tuple[int, ...]
