@@ -297,3 +297,14 @@ def test_the_pairing_style_is_that_of_the_module(built: dict[Any, torch.nn.Modul
     built["b"] = FakeRotary(1e4, is_neox_style=False)
     with pytest.raises(NotRelocatable, match="both pairing styles"):
         compat.model_rotary(rotary_config(1e4), model_of(elsewhere))
+
+
+def test_weights_that_are_loaded_again_are_noticed() -> None:
+    layer = torch.nn.Module()
+    finished: list[Any] = []
+    layer.process_weights_after_loading = finished.append  # type: ignore[assignment]
+    noted: list[int] = []
+    compat.watch_weights([LayerCache("l", layer, torch.zeros(1), 1, HEAD)], lambda: noted.append(1))
+    layer.process_weights_after_loading(torch.float32)
+    assert (finished, noted) == ([torch.float32], [1])
+    compat.watch_weights([LayerCache("l", torch.nn.Module(), torch.zeros(1), 1, HEAD)], noted.clear)

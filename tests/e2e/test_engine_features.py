@@ -184,6 +184,42 @@ def test_after_sleep_the_pool_is_empty_and_filled_anew(author: Callable[..., Aut
     a.engine.check_table()
 
 
+# other weights ----------------------------------------------------------------------------------
+
+
+def test_other_weights_make_other_keys(
+    author: Callable[..., Author], adapters: list[Path], checkpoint: Callable[[str], Path]
+) -> None:
+    """Nothing of before is injected, whether or not its caller empties vLLM's caches."""
+    a = author("llama", block_size=32, engine_args=NGRAM, max_model_len=512, max_num_batched_tokens=512)
+    facts = a.store_facts([20, 33, 40], sliding(2, 5))
+    parts: list[Part] = [*facts, a.text(10)]
+    plan = a.engine.plan("before", segments=segments_of(parts))
+    a.engine.ask(a.text(3))
+    a.engine.reload_weights(str(adapters[0] / "merged"))
+    try:
+        merged = Author(a.engine, Reference(adapters[0] / "merged"), 3)
+        failed = a.engine.ask(ids_of(parts), plan)
+        assert failed.finish_reason == "error"  # the first one was planned before anybody knew
+        assert a.engine.resident([fact.key for fact in facts]) == [False] * 3
+        tolerance = 2 * merged.baseline([103] * 4)
+        late = a.engine.ask(ids_of(parts), a.engine.plan("late", segments=segments_of(parts)))
+        assert late.outcome is not None
+        assert (late.outcome["injected_tokens"], late.outcome["captured"]) == (0, 0)
+        assert "another model" in late.outcome["reason"]
+        assert merged.difference(parts, late, 0) <= tolerance
+        assert a.engine.stats()["weight_reloads"] == 1
+        renewed = a.engine.model()
+        assert renewed != a.engine.facts.model
+        a.engine.facts = replace(a.engine.facts, model=renewed)
+        again = merged.store_facts([20, 33, 40], sliding(2, 5))
+        a.engine.ask(a.text(3))
+        parts = [*again, a.text(10)]
+        merged.check(parts, merged.ask(parts), tolerance)
+    finally:
+        a.engine.close()
+
+
 # refused at the start ---------------------------------------------------------------------------
 
 

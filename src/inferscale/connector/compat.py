@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -192,6 +192,21 @@ def layer_caches(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> lis
     if not layers:
         raise UnsupportedLayout("The model has no attention layer with a paged KV cache.")
     return layers
+
+
+def watch_weights(layers: Sequence[LayerCache], note: Callable[[], None]) -> None:
+    """Call `note` whenever vLLM has loaded weights into the model again (`reload_weights`): it then finishes
+    each attention layer as at the start (vllm/model_executor/model_loader/reload)."""
+    layer = layers[0].layer
+    finish = getattr(layer, "process_weights_after_loading", None)
+    if finish is None:
+        return
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        note()
+        return finish(*arguments, **named)
+
+    layer.process_weights_after_loading = noted
 
 
 def model_rotary(vllm_config: Any, layers: Sequence[LayerCache]) -> Rotary:

@@ -242,6 +242,7 @@ class InferScaleConnector(KVConnectorBase_V1):
             lambda: compat.free_bytes_per_worker(self._vllm_config, layers[0].cache.device),
             self._opened_store() if self.config.disk_bytes else None,
         )
+        compat.watch_weights(layers, self.worker.note_new_weights)
         # Both sides count pages by this size: orders must not name rows that a worker does not have.
         size = self.worker.slab.format.row_bytes
         if size != self._format.row_bytes:

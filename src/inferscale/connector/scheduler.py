@@ -18,7 +18,9 @@ wraps every hook; see `connector.py`.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 import time
 from bisect import bisect_right
 from collections import OrderedDict
@@ -32,13 +34,12 @@ from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.state import Counters, RequestState, outcome_of, sizes_of
 from inferscale.connector.tiering import Tiering, Wait
 from inferscale.errors import PlanRejected
-from inferscale.plan import Order, Plan, from_wire, salt_of
+from inferscale.plan import OTHER_MODEL, Order, Plan, from_wire, salt_of
 from inferscale.pool.moves import Moves, MovesBuilder
 from inferscale.pool.table import PageTable
 
 logger = logging.getLogger(__name__)
 
-OTHER_MODEL = "the plan was made for another model or adapter"
 ADAPTER_UNKNOWN = (
     "the LoRA adapter was reloaded in place, or its files are not on this machine; load it under a new name"
 )
@@ -78,6 +79,7 @@ class SchedulerSide:
         self._claims: dict[str, tuple[Run, Any]] = {}
         self._captures = Captures(table, tiering, self.counters, block_size)
         self._epochs: dict[str, int] = {}
+        self._weights = 0  # how often the model has got other ones, as the workers tell
 
     # match ------------------------------------------------------------------------------------
 
@@ -249,6 +251,7 @@ class SchedulerSide:
         self._claims.clear()
         # Only captures need a report; a step without tokens is not even reported by every model runner.
         orders.step = self._captures.close()
+        orders.weights = self._weights
         return orders
 
     def _build_injection(self, scheduler_output: Any) -> Moves | None:
@@ -358,6 +361,24 @@ class SchedulerSide:
         if self.tiering is not None and report.tiers:
             self.tiering.complete(report.tiers)
         self._captures.complete(report)
+        if report.weights > self._weights:
+            self._renew(report.weights)
+
+    def _renew(self, weights: int) -> None:
+        """The model has other weights: nothing that was computed before counts any more, and plans must name
+        it anew. The name is one that no other start or reload has: which weights these are is not known."""
+        logger.warning("The model has got other weights: the pool is emptied, and facts are encoded anew")
+        self._weights = weights
+        self.counters.weight_reloads += 1
+        self.model = hashlib.blake2b(
+            secrets.token_bytes(16) + self.model.encode(), digest_size=16
+        ).hexdigest()
+        for state in self._requests.values():
+            if state.plan.order is None:
+                state.can_inject = state.can_capture = False
+                state.reason = OTHER_MODEL
+        self._followed = {name: state for name, state in self._followed.items() if state.is_followed}
+        self.reset()
 
     # finish -----------------------------------------------------------------------------------
 

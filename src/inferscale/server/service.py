@@ -22,7 +22,7 @@ from inferscale.fact_order import FactOrder
 from inferscale.facts import Fact, HistoryEvent, Scope, SearchHit
 from inferscale.filters import Filter
 from inferscale.memory import Memory
-from inferscale.plan import Plan, cache_salt
+from inferscale.plan import OTHER_MODEL, Plan, cache_salt
 from inferscale.prompt import Draft
 from inferscale.runtime.engine_log import share_engine_log
 from inferscale.runtime.folder_lock import remove_runtime_dir
@@ -329,17 +329,33 @@ class MemoryService:
     async def outcome(self, plan_id: str) -> dict[str, Any]:
         """What the connector says of a plan; empty where it says nothing."""
         try:
-            return await self._run(self.residency.outcome, plan_id) or {}
+            found = await self._run(self.residency.outcome, plan_id) or {}
+            if found.get("reason") == OTHER_MODEL:
+                await self._renew()
+            return found
         except EngineError as error:
             logger.warning("The outcome of a chat is not known: %s", error)
             return {}
+
+    async def _renew(self) -> None:
+        """Where the engine has got other weights, chats and passes name them from now on. Raises
+        EngineError."""
+        model = await self._run(self.residency.model)
+        if model == self.sides.base.engine.model:
+            return
+        logger.warning("The engine has got other weights; facts are encoded anew as chats need them")
+        self.sides.renew(model)
+        base = self.sides.base
+        self._encoding = self._forgetting.encoding = base.encoding
+        self._prefetch.encoder = base.encoder
 
     # seen from outside ------------------------------------------------------------------------
 
     async def is_healthy(self) -> bool:
         """Whether the connector answers: without it every chat would have its memory as text."""
         try:
-            return await self._run(self.residency.model) == self.sides.base.engine.model
+            await self._renew()
+            return True
         except EngineError as error:
             logger.error("The connector does not answer: %s", error)
             return False

@@ -313,6 +313,10 @@ class EngineHost:
         self._llm.sleep(level)
         self._llm.wake_up()
 
+    def reload_weights(self, folder: str) -> None:
+        """Load other weights of the same form; vLLM leaves its caches as they are."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
     def num_draft_tokens(self) -> int:
         """Tokens that were guessed so far, by the count of the runner's drafts."""
         return self._num_drafts
@@ -322,6 +326,10 @@ class EngineHost:
     def outcome(self, plan_id: str) -> dict[str, Any] | None:
         found: dict[str, Any] | None = self._side.answer({"op": "outcome", "id": plan_id})["outcome"]
         return found
+
+    def model(self) -> str:
+        """As plans must name it now."""
+        return str(self._side.model)
 
     def claims(self) -> list[tuple[str, int]]:
         """(request id, external tokens) that vLLM counted as ours since the last call, in order."""
