@@ -119,6 +119,10 @@ class Encoder:
         self.policy = policy
         self.max_tokens = max_tokens
 
+    def for_model(self, model: str) -> Encoder:
+        """The same for another model of this tokenizer, such as this one under an adapter."""
+        return Encoder(self.catalog, self.prompts, model, self.policy, self.max_tokens)
+
     @property
     def anchor_key(self) -> str:
         """Key of what stands in front of every pass."""

@@ -332,3 +332,30 @@ def test_a_failed_mean_is_reported() -> None:
     report = side.take_report()
     assert report is not None
     assert report.failed_captures == {1}
+
+
+def test_orders_from_before_other_weights_are_not_carried_out(caplog: pytest.LogCaptureFixture) -> None:
+    """What they name is KV of the weights before: nothing is written, and nothing captured."""
+    side = make_worker([LAYOUTS["flash_025"](BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
+    capture, injection = order(np.arange(3, 15))
+    before = read(side, 0, FIRST)[0].clone()
+    side.note_new_weights()
+    report = side.take_report()
+    assert report is not None
+    assert report.weights == 1
+    orders = StepOrders(step=1, injection=injection, capture=capture)
+    side.before_forward(orders)
+    side.after_forward(orders)
+    assert torch.equal(read(side, 0, FIRST)[0], before)
+    assert side.take_failed_blocks() == {1, 2, 3}
+    report = side.take_report()
+    assert report is not None
+    assert (report.done, report.failed_captures, report.weights) == ({1}, {1}, 1)
+    assert side.take_report() is None
+    orders = StepOrders(step=2, injection=injection, capture=capture, weights=1)
+    side.before_forward(orders)
+    side.after_forward(orders)
+    assert side.take_failed_blocks() == set()
+    report = side.take_report()
+    assert report is not None
+    assert (report.done, report.failed_captures) == ({2}, set())

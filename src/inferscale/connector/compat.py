@@ -1,6 +1,6 @@
 """The only place that knows vLLM's versions: reads its configuration and its layers into our own types.
 
-Checked against vLLM 0.25.1 (CUDA) and 0.32.0 (CPU). Whatever cannot be served is refused here, by
+Checked against vLLM 0.25.1 (CUDA), 0.29.0 and 0.32.0 (CPU). Whatever cannot be served is refused here, by
 name, at start-up.
 """
 
@@ -10,7 +10,8 @@ import gc
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ from inferscale.row_size import RowShape
 
 logger = logging.getLogger(__name__)
 
+OLDEST_RELEASE, NEWEST_RELEASE = (0, 25), (0, 32)
+"""Of vLLM, that were run; a newer one starts with a warning (`release_warning`)."""
+_WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
 _SAMPLE_BYTES = 65536
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -63,6 +67,11 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
                 "Keys and values of the model have different sizes; InferScale needs one size."
             )
     dtypes = {spec.dtype for spec in per_layer}
+    if not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
+        raise UnsupportedLayout(
+            f"The model's KV cache holds {', '.join(sorted(map(str, dtypes)))}; InferScale moves float32, "
+            "float16 and bfloat16 only. Start vLLM with --kv-cache-dtype bfloat16, or without the connector."
+        )
     if len(dtypes) != 1:
         raise UnsupportedLayout("The layers' KV caches differ in dtype; InferScale needs one dtype.")
     token = RowShape(tuple((spec.num_kv_heads, spec.head_size) for spec in per_layer))
@@ -82,7 +91,18 @@ def refuse_unsupported(vllm_config: Any) -> None:
             vllm_config.kv_transfer_config, "kv_load_failure_policy", "fail"
         )
         != "fail",
-        "speculative decoding": vllm_config.speculative_config is not None,
+        "models served for pooling": getattr(vllm_config.model_config, "runner_type", "generate")
+        == "pooling",
+        "weights that a trainer sends (weight_transfer_config)": getattr(
+            vllm_config, "weight_transfer_config", None
+        )
+        is not None,
+        "sleep mode on a GPU with vLLM before 0.29, which takes the pool's memory away": (
+            _sleep_takes_the_pool(vllm_config)
+        ),
+        f"speculative decoding with a draft model ({_method(vllm_config)}); ngram and suffix have none": (
+            _method(vllm_config) not in (None, *_WITHOUT_DRAFT_MODEL)
+        ),
         f"the KV cache dtype {vllm_config.cache_config.cache_dtype}": str(
             vllm_config.cache_config.cache_dtype
         ).startswith(("fp8", "int8", "nvfp4", "turboquant")),
@@ -92,6 +112,43 @@ def refuse_unsupported(vllm_config: Any) -> None:
             raise UnsupportedLayout(
                 f"InferScale does not support {name}. Start vLLM without it, or without the connector."
             )
+
+
+def _method(vllm_config: Any) -> str | None:
+    """Of speculative decoding; a draft model would have KV of its own, which nobody injects."""
+    speculative = vllm_config.speculative_config
+    return None if speculative is None else str(speculative.method)
+
+
+def _sleep_takes_the_pool(vllm_config: Any) -> bool:
+    """Up to 0.28, what a connector allocates at its start lies in the memory that vLLM gives back asleep."""
+    is_cpu = str(getattr(vllm_config.device_config, "device_type", "")) == "cpu"
+    is_on = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+    return is_on and not is_cpu and (release() or (0, 0)) < (0, 29)
+
+
+def release() -> tuple[int, int] | None:
+    """Of vLLM, as (major, minor); None for a build that names none."""
+    import vllm
+
+    numbers = re.match(r"(\d+)\.(\d+)", str(getattr(vllm, "__version__", "")))
+    found = (int(numbers[1]), int(numbers[2])) if numbers else None
+    return None if found in (None, (0, 0)) else found
+
+
+def release_warning() -> str | None:
+    """What to say at the start with a vLLM that InferScale was never run with; None for others."""
+    found = release()
+    if found is not None and OLDEST_RELEASE <= found <= NEWEST_RELEASE:
+        return None
+    import vllm
+
+    known = " to ".join(".".join(map(str, numbers)) for numbers in (OLDEST_RELEASE, NEWEST_RELEASE))
+    return (
+        f"vLLM {getattr(vllm, '__version__', 'of an unknown version')} was never run with InferScale, which "
+        f"knows {known}. Start-up probes the cache, and the self-check compares injected with prefilled "
+        "answers; where either fails, facts are refused or prefilled as text."
+    )
 
 
 def refuse_pool_dtype(vllm_config: Any, pool_dtype: PoolDtype) -> None:
@@ -135,6 +192,21 @@ def layer_caches(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> lis
     if not layers:
         raise UnsupportedLayout("The model has no attention layer with a paged KV cache.")
     return layers
+
+
+def watch_weights(layers: Sequence[LayerCache], note: Callable[[], None]) -> None:
+    """Call `note` whenever vLLM has loaded weights into the model again (`reload_weights`): it then finishes
+    each attention layer as at the start (vllm/model_executor/model_loader/reload)."""
+    layer = layers[0].layer
+    finish = getattr(layer, "process_weights_after_loading", None)
+    if finish is None:
+        return
+
+    def noted(*arguments: Any, **named: Any) -> Any:
+        note()
+        return finish(*arguments, **named)
+
+    layer.process_weights_after_loading = noted
 
 
 def model_rotary(vllm_config: Any, layers: Sequence[LayerCache]) -> Rotary:

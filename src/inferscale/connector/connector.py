@@ -80,6 +80,9 @@ class InferScaleConnector(KVConnectorBase_V1):
         assert self.config.runtime_dir is not None
         self._runtime_dir = open_runtime_dir(self.config.runtime_dir)
         share_engine_log()
+        warning = compat.release_warning()
+        if warning is not None and role == KVConnectorRole.SCHEDULER:
+            logger.warning("%s", warning)
         with recorded(self._runtime_dir):
             compat.refuse_pool_dtype(vllm_config, self.config.pool_dtype)
             self._cache = compat.cache_shape(vllm_config, kv_cache_config)
@@ -239,6 +242,7 @@ class InferScaleConnector(KVConnectorBase_V1):
             lambda: compat.free_bytes_per_worker(self._vllm_config, layers[0].cache.device),
             self._opened_store() if self.config.disk_bytes else None,
         )
+        compat.watch_weights(layers, self.worker.note_new_weights)
         # Both sides count pages by this size: orders must not name rows that a worker does not have.
         size = self.worker.slab.format.row_bytes
         if size != self._format.row_bytes:
