@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -183,7 +184,7 @@ def _start(settings: Any, scaling: Any, given: Mapping[str, Any]) -> None:
     try:
         ray_serve.run(scaled_app(settings, scaling), name=given["name"], route_prefix="/")
     except RuntimeError as error:
-        raise EngineError(f"Serve could not start the replicas: {error}") from error
+        raise EngineError(f"Serve could not start the replicas: {_reason(str(error))}") from error
     say(f"Serving {scaling.replicas} replicas on http://{given['host']}:{given['port']}")
     if address != _LOCAL_ADDRESS:
         return
@@ -194,6 +195,14 @@ def _start(settings: Any, scaling: Any, given: Mapping[str, Any]) -> None:
     finally:
         ray_serve.shutdown()
         ray_package.shutdown()
+
+
+def _reason(text: str) -> str:
+    """The last line of a traceback that Serve tells; all of it is in the replica's log."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return next(
+        (line for line in reversed(lines) if re.match(r"[\w.]+(Error|Config|Key|Layout)\b", line)), text
+    )
 
 
 def _check_fits(ray_package: Any, settings: Any, scaling: Any) -> None:

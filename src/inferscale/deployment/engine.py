@@ -28,7 +28,9 @@ async def engine_app(flags: Sequence[str]) -> AsyncIterator[App]:
 
     Raises EngineError where the application does not start, and what vLLM raises.
     """
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own start does
     entry, args = _entry(), _read(flags)
+    _load_plugins(args)
     async with entry.build_async_engine_client(args) as client:
         tasks = await client.get_supported_tasks()
         app = entry.build_app(args, tasks, client.model_config)
@@ -55,6 +57,16 @@ def _read(flags: Sequence[str]) -> Any:
         raise EngineError("vLLM does not take its flags; the replica's log says which.") from error
     cli_args.validate_parsed_serve_args(args)
     return args
+
+
+def _load_plugins(args: Any) -> None:
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    if getattr(args, "tool_parser_plugin", None):
+        ToolParserManager.import_tool_parser(args.tool_parser_plugin)
+    if getattr(args, "reasoning_parser_plugin", None):
+        ReasoningParserManager.import_reasoning_parser(args.reasoning_parser_plugin)
 
 
 def _entry() -> Any:

@@ -140,6 +140,7 @@ Replica: Any = serve.deployment(
     max_ongoing_requests=Scaling.max_ongoing_requests,
     health_check_period_s=5,
     health_check_timeout_s=30,
+    max_constructor_retry_count=3,  # what a setting keeps from starting is said soon
     graceful_shutdown_timeout_s=Scaling.stop_timeout_s,
     request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
     ray_actor_options={"num_cpus": Scaling.cpus},
