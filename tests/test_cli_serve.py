@@ -375,7 +375,7 @@ def test_a_dry_run_prints_the_command_for_a_shell(monkeypatch: pytest.MonkeyPatc
 def test_vllm_takes_the_place_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[tuple[str, Sequence[str], Mapping[str, str]]] = []
     monkeypatch.setattr(os, "execvpe", lambda *arguments: started.append(arguments))
-    monkeypatch.setattr("inferscale.cli.serve._check_free", lambda host, port: None)
+    monkeypatch.setattr("inferscale.cli.serve.check_free", lambda host, port: None)
     monkeypatch.setenv("VLLM_API_KEY", "hidden")
     result = run("org/model", "--hf-token", "secret", "--seed", "0")
     assert result.exit_code == 0, result.output

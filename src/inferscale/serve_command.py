@@ -110,10 +110,7 @@ def serve_command(
     Raises EngineMissing without vLLM, InvalidConfig and UnsupportedLayout for flags that do not go with the
     memory, PoolTooLarge for a pool that does not fit.
     """
-    _check_model(model, tokens)
-    _check_engine(environment)
-    flags = Flags(tokens)
-    _check_flags(flags)
+    flags = check_command(model, tokens, environment)
     entry = _entry(model, flags)
     host, notes = _host_flags(flags, server, environment)
     sized, added, variables, budget = _within_budget(model, flags, connector, server, environment)
@@ -134,6 +131,16 @@ def serve_command(
         *("--kv-transfer-config", json.dumps(transfer)),
     ]
     return ServeCommand(tuple(arguments), variables, (*notes, budget), _address(flags, host))
+
+
+def check_command(model: str, tokens: Sequence[str], environment: Mapping[str, str]) -> Flags:
+    """The flags, with nothing in them that `serve_command` refuses whatever the machine has. Raises what it
+    raises."""
+    _check_model(model, tokens)
+    _check_engine(environment)
+    flags = Flags(tokens)
+    _check_flags(flags)
+    return flags
 
 
 # --- reading vLLM's flags -------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from inferscale.cli.bench import bench
 from inferscale.cli.blocks import block
 from inferscale.cli.chat import chat
 from inferscale.cli.demo import demo
+from inferscale.cli.deploy import deploy
 from inferscale.cli.doctor import doctor
 from inferscale.cli.facts import add, delete, list_facts, search
 from inferscale.cli.ingest import ingest
@@ -44,7 +45,21 @@ def main() -> None:
     """Long-term memory for self-hosted LLMs: facts are injected as KV instead of prefilled as text."""
 
 
-for _command in (demo, add, ingest, search, list_facts, delete, chat, warm, serve, mcp, doctor, bench):
+for _command in (
+    demo,
+    add,
+    ingest,
+    search,
+    list_facts,
+    delete,
+    chat,
+    warm,
+    serve,
+    deploy,
+    mcp,
+    doctor,
+    bench,
+):
     main.add_command(_command)
 for _command in (audit, backup, restore, reembed, rekey, kv):
     main.add_command(_command)

@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -37,21 +38,19 @@ from inferscale.config import (
     default_runtime_dir,
 )
 from inferscale.encryption import check_installed
-from inferscale.fact_order import FactOrder
 from inferscale.runtime.folder_lock import remove_stale_runtime_dirs
-from inferscale.tail import Tail
 
 _DEFAULT = ServerConfig()
 
 
-class _Serve(click.Command):
+class Serve(click.Command):
     """`-h` alone is help, as elsewhere; among vLLM's flags it could be a letter of a short one (`-dph`)."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         return super().parse_args(ctx, ["--help"] if args == ["-h"] else args)
 
 
-@click.command(cls=_Serve, context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
+@click.command(cls=Serve, context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]})
 @click.argument("model")
 @click.argument("vllm_flags", metavar="[VLLM_FLAGS]...", nargs=-1, type=click.UNPROCESSED)
 @memory_options
@@ -185,34 +184,7 @@ class _Serve(click.Command):
     "--max-bytes-per-user", type=POSITIVE, help="Of texts and metadata, in the same way. Default: no limit."
 )
 @click.option("--print-command", is_flag=True, help="Print what would be started, API keys masked.")
-def serve(
-    model: str,
-    vllm_flags: tuple[str, ...],
-    data_dir: Path | None,
-    embedder: str | None,
-    embedder_device: str,
-    pool_size: int | None,
-    pool_dtype: PoolDtype,
-    host_size: int,
-    disk_size: int,
-    window: int,
-    stride: int,
-    mixed: int,
-    neighbours: int,
-    injection_path: Any,
-    self_check: SelfCheck,
-    top_k: int,
-    tail: Tail,
-    order: FactOrder,
-    user_field: bool,
-    keys_file: Path | None,
-    allow_remote_without_key: bool,
-    share_agents: bool,
-    min_injected_tokens: int | None,
-    max_facts_per_user: int | None,
-    max_bytes_per_user: int | None,
-    print_command: bool,
-) -> None:
+def serve(model: str, vllm_flags: tuple[str, ...], print_command: bool, **given: Any) -> None:
     """Serve MODEL (a folder or a hub name) with memory: stock vLLM's OpenAI-compatible API server.
 
     All flags of vLLM can follow, such as --port 8001 or --max-model-len 8192; they are passed on as they
@@ -222,53 +194,20 @@ def serve(
     Set VLLM_API_KEY to an API key to answer other machines; without one, only this machine is answered.
     vLLM's flag --api-key works too, but every user of the machine can read it in the process list.
     """
-    environment, key_file = dict(os.environ), encryption_key_file()
-    _check_key(data_dir or default_data_dir())
+    environment = dict(os.environ)
+    check_key(given["data_dir"] or default_data_dir())
+    connector, server = settings_of(given)
     prepare_engine(verbose=False)  # for this process, which asks vLLM for the GPUs; the server's is as it was
     from inferscale.serve_command import serve_command
 
-    command = serve_command(
-        model,
-        vllm_flags,
-        ConnectorConfig(
-            pool_size_bytes=AUTO if pool_size is None else pool_size,
-            pool_dtype=pool_dtype,
-            host_size_bytes=host_size,
-            disk_size_bytes=disk_size,
-            disk_dir=str((data_dir or default_data_dir()).absolute() / KV_FOLDER) if disk_size else None,
-            encryption_key_file=None if key_file is None else str(key_file.absolute()),
-            injection_path=injection_path,
-            self_check=self_check,
-        ),
-        ServerConfig(
-            data_dir=None if data_dir is None else str(data_dir.absolute()),
-            embedder=_absolute(embedder),
-            embedder_device=embedder_device,
-            window=window,
-            stride=stride,
-            mixed=mixed,
-            neighbours=neighbours,
-            top_k=top_k,
-            tail=str(tail),
-            order=order,
-            use_user_field=user_field,
-            keys_file=None if keys_file is None else str(keys_file.absolute()),
-            allow_remote_without_key=allow_remote_without_key,
-            share_agents=share_agents,
-            min_injected_tokens=min_injected_tokens,
-            max_facts_per_user=max_facts_per_user,
-            max_bytes_per_user=max_bytes_per_user,
-        ),
-        environment,
-        engine_id=str(uuid.uuid4()),
-    )
+    command = serve_command(model, vllm_flags, connector, server, environment, engine_id=str(uuid.uuid4()))
     for note in command.notes:
         say(note)
     if print_command:
         click.echo(str(command))
         return
     if command.address is not None:
-        _check_free(*command.address)
+        check_free(*command.address)
     remove_stale_runtime_dirs(Path(default_runtime_dir("")).parent)
     say(f"Starting: {command}")
     sys.stdout.flush()
@@ -276,7 +215,43 @@ def serve(
     os.execvpe(command.arguments[0], command.arguments, {**environment, **command.environment})
 
 
-def _check_key(data_dir: Path) -> None:
+def settings_of(given: Mapping[str, Any]) -> tuple[ConnectorConfig, ServerConfig]:
+    """What the options of `serve` say, by their names."""
+    data_dir: Path | None = given["data_dir"]
+    key_file, keys_file, disk_size = encryption_key_file(), given["keys_file"], given["disk_size"]
+    connector = ConnectorConfig(
+        pool_size_bytes=AUTO if given["pool_size"] is None else given["pool_size"],
+        pool_dtype=given["pool_dtype"],
+        host_size_bytes=given["host_size"],
+        disk_size_bytes=disk_size,
+        disk_dir=str((data_dir or default_data_dir()).absolute() / KV_FOLDER) if disk_size else None,
+        encryption_key_file=None if key_file is None else str(key_file.absolute()),
+        injection_path=given["injection_path"],
+        self_check=given["self_check"],
+    )
+    server = ServerConfig(
+        data_dir=None if data_dir is None else str(data_dir.absolute()),
+        embedder=_absolute(given["embedder"]),
+        embedder_device=given["embedder_device"],
+        window=given["window"],
+        stride=given["stride"],
+        mixed=given["mixed"],
+        neighbours=given["neighbours"],
+        top_k=given["top_k"],
+        tail=str(given["tail"]),
+        order=given["order"],
+        use_user_field=given["user_field"],
+        keys_file=None if keys_file is None else str(keys_file.absolute()),
+        allow_remote_without_key=given["allow_remote_without_key"],
+        share_agents=given["share_agents"],
+        min_injected_tokens=given["min_injected_tokens"],
+        max_facts_per_user=given["max_facts_per_user"],
+        max_bytes_per_user=given["max_bytes_per_user"],
+    )
+    return connector, server
+
+
+def check_key(data_dir: Path) -> None:
     """Refused here, not after the model was loaded."""
     from inferscale.catalog import CATALOG_FILE
     from inferscale.catalog.copies import check_key
@@ -288,7 +263,7 @@ def _check_key(data_dir: Path) -> None:
         check_key(data_dir / CATALOG_FILE, key)
 
 
-def _check_free(host: str, port: int) -> None:
+def check_free(host: str, port: int) -> None:
     """vLLM would find out after it has loaded the model."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
