@@ -7,16 +7,19 @@ import os
 import socket
 import sys
 import uuid
+from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
+from inferscale.catalog_url import VARIABLE as CATALOG_VARIABLE
 from inferscale.cli.engine import prepare_engine
 from inferscale.cli.options import (
     COUNT,
     POSITIVE,
     TAIL,
+    catalog_url,
     encryption_key,
     encryption_key_file,
     memory_options,
@@ -215,7 +218,9 @@ def serve(
     vLLM's flag --api-key works too, but every user of the machine can read it in the process list.
     """
     environment, key_file = dict(os.environ), encryption_key_file()
-    _check_key(data_dir or default_data_dir())
+    if (url := catalog_url()) is not None:
+        environment[CATALOG_VARIABLE] = url  # not into the command, which all users of the machine can read
+    _check_catalog(data_dir or default_data_dir(), url)
     prepare_engine(verbose=False)  # for this process, which asks vLLM for the GPUs; the server's is as it was
     from inferscale.serve_command import serve_command
 
@@ -267,15 +272,19 @@ def serve(
     os.execvpe(command.arguments[0], command.arguments, {**environment, **command.environment})
 
 
-def _check_key(data_dir: Path) -> None:
+def _check_catalog(data_dir: Path, url: str | None) -> None:
     """Refused here, not after the model was loaded."""
-    from inferscale.catalog import CATALOG_FILE
+    from inferscale.catalog import CATALOG_FILE, Catalog
     from inferscale.catalog.copies import check_key
 
     key = encryption_key()
     if key is not None:
         check_installed()
-    if (data_dir / CATALOG_FILE).is_file():
+    if url is not None:
+        with closing(Catalog(data_dir, key=key, url=url)) as catalog:
+            catalog.count_rows()
+        say(f"The catalog is {catalog.place}.")
+    elif (data_dir / CATALOG_FILE).is_file():
         check_key(data_dir / CATALOG_FILE, key)
 
 
