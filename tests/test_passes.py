@@ -14,6 +14,8 @@ from inferscale.catalog import Catalog
 from inferscale.errors import InvalidInput, UnknownFact
 from inferscale.facts import Scope
 
+pytestmark = pytest.mark.usefixtures("both_databases")
+
 
 @pytest.fixture
 def catalog(tmp_path: Path):

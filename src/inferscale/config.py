@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_args
 
+from inferscale.catalog_url import check_public_url, check_url
 from inferscale.errors import InvalidConfig, InvalidInput
 from inferscale.fact_order import FactOrder, parse_order
 from inferscale.tail import Tail
@@ -302,8 +303,13 @@ class MemoryConfig:
     encryption_key_file: str | Path | None = None
     """File with the key that the folder is encrypted with (docs/operations.md). Without one the key is
     $INFERSCALE_ENCRYPTION_KEY, and without that the folder is not encrypted."""
+    catalog: str | None = field(default=None, repr=False)
+    """URL of a PostgreSQL database that holds the catalog instead of the folder, so that several machines
+    share it: postgresql://USER@HOST:PORT/DATABASE. Without one it is $INFERSCALE_CATALOG."""
 
     def __post_init__(self) -> None:
+        if self.catalog is not None:
+            check_url(self.catalog, "catalog")
         for name in ("max_facts_per_user", "max_bytes_per_user"):
             if getattr(self, name) is not None:
                 _check_int(getattr(self, name), name, 1)
@@ -381,8 +387,12 @@ class ServerConfig:
     """Settings of `RetrievalConfig`."""
     reranker: str | None = None
     """As in `MemoryConfig`."""
+    catalog: str | None = None
+    """As in `MemoryConfig`, without a password: vLLM logs this setting."""
 
     def __post_init__(self) -> None:
+        if self.catalog is not None:
+            check_public_url(self.catalog, "server.catalog")
         if not isinstance(self.retrieval, Mapping):
             raise InvalidConfig(f"server.retrieval is {self.retrieval!r}; allowed is an object.")
         from_mapping(RetrievalConfig, self.retrieval, "server.retrieval")
@@ -420,6 +430,7 @@ class ServerConfig:
             retrieval=from_mapping(RetrievalConfig, self.retrieval, "server.retrieval"),
             reranker=self.reranker,
             encryption_key_file=self.encryption_key_file,
+            catalog=self.catalog,
             **folder,
         )
 

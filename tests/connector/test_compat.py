@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from inferscale.connector import compat
+from inferscale.connector.layout import LayerCache
 from inferscale.errors import UnsupportedLayout
 from inferscale.row_size import RowShape
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 
 from inferscale.catalog import passes as _passes
 from inferscale.catalog import rows as _rows
-from inferscale.catalog.database import Database
 from inferscale.catalog.passes import EncodePass, Encoding, NewPass
+from inferscale.catalog.sql import Database
 from inferscale.errors import UnknownFact
 from inferscale.facts import Scope
 

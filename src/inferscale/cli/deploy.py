@@ -14,9 +14,9 @@ from typing import Any, cast
 import click
 
 from inferscale.cli.engine import prepare_engine
-from inferscale.cli.options import POSITIVE
+from inferscale.cli.options import POSITIVE, catalog_url
 from inferscale.cli.output import say
-from inferscale.cli.serve import Serve, check_free, check_key, serve, settings_of
+from inferscale.cli.serve import Serve, check_catalog, check_free, serve, settings_of
 from inferscale.config import default_data_dir
 from inferscale.errors import EngineError, EngineMissing, InvalidConfig
 
@@ -102,7 +102,7 @@ def ray(model: str, vllm_flags: tuple[str, ...], **given: Any) -> None:
     """
     from inferscale.deployment.settings import ReplicaSettings, Scaling, memory_settings, serve_config
 
-    check_key(given["data_dir"] or default_data_dir())
+    check_catalog(given["data_dir"] or default_data_dir(), catalog_url())
     prepare_engine(verbose=False)
     connector, server = settings_of(given)
     settings = ReplicaSettings(
