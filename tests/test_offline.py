@@ -15,7 +15,7 @@ from inferscale import engine_budget, offline
 from inferscale.budget import DeviceMemory, ModelSize
 from inferscale.config import ConnectorConfig
 from inferscale.engine_budget import find_gpus, within_budget
-from inferscale.errors import EngineError, InvalidConfig, InvalidInput, PoolTooLarge
+from inferscale.errors import EngineError, InvalidConfig, InvalidInput, PoolTooLarge, UnsupportedLayout
 from inferscale.offline import GenerationRequest, OfflineEngine
 
 GIB = 2**30
@@ -485,3 +485,9 @@ def test_what_breaks_in_vllm_comes_out_as_it_is(
 def test_a_share_of_memory_that_cannot_be_is_refused(share: Any) -> None:
     with pytest.raises(InvalidConfig, match=r"gpu_memory_utilization is .* above 0, up to 1"):
         within_budget("m", ConnectorConfig(), {"gpu_memory_utilization": share}, None)
+
+
+@pytest.mark.parametrize("name", ["data_parallel_size", "pipeline_parallel_size"])
+def test_parallelism_that_is_not_supported_is_refused_before_anything_starts(name: str) -> None:
+    with pytest.raises(UnsupportedLayout, match=f"engine_args has {name}=2; .*parallelism.* Leave it out"):
+        OfflineEngine("m", ConnectorConfig(), {name: 2})

@@ -31,6 +31,29 @@ def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
     return read
 
 
+def without_media(messages: Any) -> tuple[Any, int]:
+    """Messages without the parts that are no text (images, audio, video), and how many those were.
+
+    The messages themselves where they have none, or are none: `read_messages` says what is wrong with them.
+    """
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        return messages, 0
+    shown, num_media = [], 0
+    for message in messages:
+        content = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            kept = [part for part in content if not _is_media(part)]
+            num_media += len(content) - len(kept)
+            message = {**message, "content": kept}
+        shown.append(message)
+    return (shown, num_media) if num_media else (messages, 0)
+
+
+def _is_media(part: object) -> bool:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    return isinstance(kind, str) and kind not in _TEXT_PARTS
+
+
 def last_user(messages: Sequence[Mapping[str, Any]]) -> int:
     """Index of the last message from the user, which is the question; -1 where there is none."""
     roles = [message["role"] for message in messages]

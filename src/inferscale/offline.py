@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from inferscale.budget import MemoryBudget
 from inferscale.config import ConnectorConfig, default_runtime_dir
 from inferscale.engine_budget import find_gpus, free_cpu_bytes, within_budget
-from inferscale.errors import EngineError, EngineMissing, InvalidConfig, InvalidInput
+from inferscale.errors import EngineError, EngineMissing, InvalidConfig, InvalidInput, UnsupportedLayout
 from inferscale.model_size import model_size
 from inferscale.plan import WIRE_KEY, Order, Plan, salt_of, to_wire
 from inferscale.row_size import RowShape
@@ -31,6 +31,12 @@ from inferscale.runtime.refusal import forget_refusal, read_refusal
 from inferscale.runtime.residency import ResidencyClient
 from inferscale.runtime.secret import load_secret, open_runtime_dir
 
+_UNSUPPORTED = {  # by the connector too (`connector.compat`), but there after the model is loaded
+    "data_parallel_size": "data parallelism (run one engine for each replica)",
+    "pipeline_parallel_size": "pipeline parallelism",
+    "prefill_context_parallel_size": "prefill context parallelism",
+    "decode_context_parallel_size": "decode context parallelism",
+}
 _DRAIN_S = 10.0
 """How long requests that were given up may hold blocks."""
 
@@ -115,6 +121,11 @@ class OfflineEngine:
         for name in ("kv_transfer_config", "model"):
             if name in arguments:
                 raise InvalidConfig(f"engine_args has {name!r}, which InferScale sets itself; leave it out.")
+        for name, what in _UNSUPPORTED.items():
+            if (size := arguments.get(name)) not in (None, 1):
+                raise UnsupportedLayout(
+                    f"engine_args has {name}={size!r}; InferScale does not support {what}. Leave it out."
+                )
         connector, arguments = within_budget(str(model), connector, arguments, reserve_bytes)
         engine_id = str(uuid.uuid4())
         self.runtime_dir = open_runtime_dir(connector.runtime_dir or default_runtime_dir(engine_id))

@@ -27,6 +27,7 @@ FULL = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bflo
 def vllm_config(**changes: Any) -> Any:
     parallel = {
         "data_parallel_size": 1,
+        "data_parallel_index": 0,
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
@@ -120,6 +121,7 @@ def test_values_of_another_size_are_refused() -> None:
     ("changes", "name"),
     [
         ({"data_parallel_size": 2}, "data parallelism"),
+        ({"data_parallel_index": 1}, "data parallelism"),
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.checkpoints import make_adapter
+from harness.checkpoints import make_adapter, make_quantized
 from harness.engine import EngineCache, EngineFailed
 from harness.mixes import Author, Part, ids_of, segments_of
 from harness.protocol import Answer
@@ -220,6 +220,29 @@ def test_other_weights_make_other_keys(
         a.engine.close()
 
 
+# quantized weights ------------------------------------------------------------------------------
+
+
+@pytest.mark.wide
+def test_quantized_weights(
+    checkpoint: Callable[[str], Path], engine: EngineCache, tmp_path: Path, reference: Callable[[str], Any]
+) -> None:
+    """KV is what the quantized model computes: in its own place it gives the answer of text."""
+    path = make_quantized(checkpoint("llama"), tmp_path)
+    running = engine(path, block_size=32, engine_args=json.dumps({"dtype": "bfloat16"}))
+    a = Author(running, reference("llama"), 5)
+    ids, question = a.text(64), a.text(9)
+    [fact] = a.store([(ids, [(0, 64)])])
+    parts: list[Part] = [fact, question]
+    text = a.ask_plain(parts, num_steps=3)
+    injected = a.ask(parts, num_steps=3)
+    assert injected.outcome is not None
+    assert (injected.outcome["injected_tokens"], injected.outcome["cached_tokens"]) == (64, 0)
+    assert injected.token_ids == text.token_ids
+    assert np.abs(injected.logits - text.logits).max() < 0.02 * text.logits.std()
+    assert a.difference(parts, text, 0) > 0.02 * text.logits.std()  # it is another model than the plain one
+
+
 # refused at the start ---------------------------------------------------------------------------
 
 
@@ -230,6 +253,7 @@ def test_other_weights_make_other_keys(
         pytest.param(
             {"runner": "pooling", "convert": "embed"}, "models served for pooling", marks=pytest.mark.wide
         ),
+        pytest.param({"pipeline_parallel_size": 2}, "pipeline parallelism", marks=pytest.mark.wide),
     ],
 )
 def test_what_is_refused_at_the_start(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 
+from harness.checkpoints import make_adapter
 from memory_server import MODEL, MemoryServer, events, serving
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -21,6 +22,7 @@ from memory_objects import bad_objects, good_objects
 pytestmark = pytest.mark.engine
 
 OPERATOR, ACME, BETA = "sk-operator", "sk-acme", "sk-beta"
+ADAPTER = "smol-adapter"
 OSLO = "My sister Ines lives in Oslo."
 QUESTION = "Where does my sister Ines live?"
 
@@ -33,7 +35,10 @@ def server(
     keys = folder / "keys.json"
     keys.write_text(json.dumps({ACME: "acme", BETA: "beta"}))
     flags = ("--pool-size", "256MiB", "--keys-file", str(keys), "--user-field")
-    with serving(checkpoint("smollm2"), folder, *flags, environment={"VLLM_API_KEY": OPERATOR}) as running:
+    adapter = make_adapter(checkpoint("smollm2"), folder, seed=1)
+    lora = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={adapter}")
+    variables = {"VLLM_API_KEY": OPERATOR}
+    with serving(checkpoint("smollm2"), folder, *flags, environment=variables, arguments=lora) as running:
         yield running
 
 
@@ -224,6 +229,39 @@ def test_injected_and_text_memory_answer_alike(server: MemoryServer) -> None:
     assert recomputed["memory"]["missing_tokens"] == 0
     assert none["usage"]["prompt_tokens"] < text["usage"]["prompt_tokens"]
     assert "inferscale" not in json.dumps(injected.get("kv_transfer_params") or {})
+
+
+def test_facts_are_encoded_under_the_adapter_that_a_chat_names(server: MemoryServer) -> None:
+    server.add("lora", OSLO, "My dog Rex is a poodle.", key=OPERATOR)
+    base = ask(server, "lora")
+    assert base["memory"]["injected_tokens"] > 0
+    first = server.chat(QUESTION, {"user_id": "lora"}, OPERATOR, model=ADAPTER)
+    assert (first["model"], first["memory"]["injected_tokens"]) == (ADAPTER, 0)
+    end = time.monotonic() + 60
+    while True:
+        injected = server.chat(QUESTION, {"user_id": "lora"}, OPERATOR, model=ADAPTER)
+        if injected["memory"]["injected_tokens"] or time.monotonic() > end:
+            break
+        time.sleep(0.2)
+    assert injected["memory"]["injected_tokens"] == base["memory"]["injected_tokens"]
+    assert injected["memory"]["reason"] is None
+    text = server.chat(QUESTION, {"user_id": "lora", "mode": "text"}, OPERATOR, model=ADAPTER)
+    assert text["memory"]["prompt_tokens"] == injected["memory"]["prompt_tokens"]
+
+
+def test_what_vllm_sends_without_a_plan_has_its_facts_as_text(server: MemoryServer) -> None:
+    server.add("beams", OSLO, "My dog Rex is a poodle.", key=OPERATOR)
+    several = ask(server, "beams")
+    assert several["memory"]["injected_tokens"] > 0
+    several = server.chat(QUESTION, {"user_id": "beams"}, OPERATOR, n=3, temperature=0.7)
+    assert len(several["choices"]) == 3
+    used = several["memory"]
+    assert used["injected_tokens"] + used["cached_tokens"] + used["prefilled_tokens"] == used["prompt_tokens"]
+    assert used["reason"] is None
+    beams = server.chat(QUESTION, {"user_id": "beams"}, OPERATOR, n=2, use_beam_search=True)
+    assert len(beams["choices"]) == 2
+    assert beams["memory"]["injected_tokens"] == 0
+    assert "beam search" in beams["memory"]["reason"]
 
 
 def test_a_stream_ends_with_its_memory(server: MemoryServer) -> None:

@@ -26,6 +26,7 @@ def state(
     )
     config = SimpleNamespace(
         kv_transfer_config=transfer,
+        parallel_config=SimpleNamespace(data_parallel_size=1),
         model_config=SimpleNamespace(max_model_len=2048),
         device_config=SimpleNamespace(device_type=device),
         cache_config=SimpleNamespace(block_size=64, enable_prefix_caching=True),
@@ -58,6 +59,25 @@ def test_the_key_file_of_the_connector_is_that_of_the_memory() -> None:
     assert front_of(given).server.memory.encryption_key_file == "/k"
     assert front_of(state({"encryption_key_file": "/other"})).server.encryption_key_file == "/other"
     assert front_of(state()).server.encryption_key_file is None
+
+
+def test_data_parallel_engines_are_refused() -> None:
+    given = state()
+    given.vllm_config.parallel_config.data_parallel_size = 2
+    with pytest.raises(EngineError, match="one server for each replica"):
+        front_of(given)
+
+
+def test_adapters_are_those_that_vllm_serves_now() -> None:
+    given = state()
+    assert front_of(given).adapter("x") is None
+    given.openai_serving_models = SimpleNamespace(lora_requests={"x": "request"})
+    front = front_of(given)
+    assert front.adapter("x") == "request"
+    given.openai_serving_models.lora_requests["y"] = "later"
+    assert front.adapter("y") == "later"
+    for name in ("z", None, 5, ["x"]):
+        assert front.adapter(name) is None
 
 
 @pytest.mark.parametrize(

@@ -116,7 +116,7 @@ def adapter(folder: Path, name: str, number: int) -> Any:
 
 async def ask(parts: Parts, model: str, **fields: Any) -> tuple[chat.Turn, dict[str, Any]]:
     """A chat on its way to vLLM, once all that it asked for is encoded."""
-    body = {"model": model, "messages": QUESTION, **fields}
+    body: dict[str, Any] = {"model": model, "messages": QUESTION, **fields}
     turn = await chat.begin(parts.service, OPERATOR, body, MemoryAsk(ANA, 5, "inject", None, False))
     await parts.service.gate.drained()
     return turn, body
@@ -247,5 +247,23 @@ def test_a_plan_without_an_account_says_so(with_service: Any) -> None:
         turn, _ = await ask(parts, "base")
         use = await chat.use_of(parts.service, turn, {"prompt_tokens": 50})
         assert (use["injected_tokens"], use["reason"]) == (0, chat._NO_ACCOUNT)
+
+    with_service(test)
+
+
+def test_messages_with_an_image_have_their_facts_as_text_beside_it(with_service: Any) -> None:
+    async def test(parts: Parts) -> None:
+        await ask(parts, "base")
+        in_the_pool(parts)
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+        messages = [
+            {"role": "user", "content": [image, {"type": "text", "text": "Does my sister live here?"}]}
+        ]
+        turn, body = await ask(parts, "base", messages=messages)
+        assert turn.plan_id is None
+        assert "Ines lives in Oslo" in str(body["messages"])
+        assert body["messages"][-1]["content"] == messages[0]["content"], "nothing of the message is lost"
+        assert "kv_transfer_params" not in body, "vLLM renders what it alone can"
+        assert "images" in (await chat.use_of(parts.service, turn, None))["reason"]
 
     with_service(test)

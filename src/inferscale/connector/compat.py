@@ -80,7 +80,10 @@ def refuse_unsupported(vllm_config: Any) -> None:
     """Refuse, by name, what injection is not right for."""
     parallel = vllm_config.parallel_config
     reasons = {
-        "data parallelism (run one server for each replica)": parallel.data_parallel_size > 1,
+        # The engine of a replica is told that it is the only one, but for its place among them.
+        "data parallelism (run one server for each replica)": (
+            parallel.data_parallel_size > 1 or getattr(parallel, "data_parallel_index", 0) > 0
+        ),
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
         "decode context parallelism": getattr(parallel, "decode_context_parallel_size", 1) > 1,

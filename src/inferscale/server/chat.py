@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from inferscale.chat_messages import without_media
 from inferscale.chat_plan import PreparedChat, facts_of
 from inferscale.errors import InferScaleError, InvalidInput
 from inferscale.plan import salt_of, to_wire
@@ -29,6 +30,9 @@ _ANSWER_TOKENS = 512
 """Room that facts leave for an answer whose length the caller does not limit."""
 _FAILED = "the engine failed the chat with injected facts; they were prefilled as text"
 _BEAMS = "vLLM's beam search sends its prompts without a plan; facts are prefilled as text"
+_MEDIA = "the messages have images, audio or video; facts are prefilled as text"
+_MEDIA_TOKENS = 1024
+"""Room that facts leave for each of them."""
 _NO_ACCOUNT = "the engine gave no account of the chat's plan"
 _CHANGES_RENDERING = frozenset(
     ("chat_template", "documents", "continue_final_message", "add_generation_prompt", "add_special_tokens",
@@ -62,6 +66,8 @@ class Turn:
     is_talk: bool = False
     """Something was said before this question."""
     caller_salt: str = ""
+    is_exact: bool = True
+    """What memory knows of the messages is all of them."""
     side: Side | None = None
     """Of the model that the chat names; known once its memory is searched."""
 
@@ -87,8 +93,11 @@ async def begin(service: MemoryService, caller: Caller, body: dict[str, Any], as
     mode = ask.mode if service.injects or ask.mode != "inject" else "text"
     if mode == "none":
         return turn
-    has_beams = mode == "inject" and bool(body.get("use_beam_search"))
-    mode = "text" if has_beams else mode
+    shown, num_media = without_media(messages)
+    as_text = _MEDIA if num_media else _BEAMS if body.get("use_beam_search") else None
+    if mode == "inject" and as_text is not None:
+        mode, turn.reason = "text", as_text
+    turn.is_exact = not num_media
     params, salt = body.get("kv_transfer_params"), body.get("cache_salt")
     if not isinstance(params, dict | None) or not (salt is None or (isinstance(salt, str) and salt)):
         turn.reason = "kv_transfer_params or cache_salt cannot be read"
@@ -96,7 +105,7 @@ async def begin(service: MemoryService, caller: Caller, body: dict[str, Any], as
     caller_salt = salt or ""
     side = turn.side = await service.sides.of(body.get("model"))
     try:
-        draft = side.planner.prompts.draft(messages or (), template_kwargs=_template_kwargs(body))
+        draft = side.planner.prompts.draft(shown or (), template_kwargs=_template_kwargs(body))
         prepared = await service.prepare(
             draft,
             caller,
@@ -104,7 +113,7 @@ async def begin(service: MemoryService, caller: Caller, body: dict[str, Any], as
             ask.top_k,
             mode,
             ask.tail,
-            _answer_tokens(service, body),
+            _answer_tokens(service, body) + num_media * _MEDIA_TOKENS,
             caller_salt,
             ask.within,
             ask.order,
@@ -114,7 +123,7 @@ async def begin(service: MemoryService, caller: Caller, body: dict[str, Any], as
         turn.reason = str(error)
         return turn
     turn.prepared, turn.draft, turn.caller_salt = prepared, draft, caller_salt
-    turn.reason = _BEAMS if has_beams else prepared.reason
+    turn.reason = turn.reason or prepared.reason
     if ask.mode == "inject" and service.verdict.is_refusal:
         turn.reason = service.verdict.refusal
         service.metrics.refused_chats.inc()
@@ -139,9 +148,11 @@ def _write(service: MemoryService, turn: Turn, body: dict[str, Any]) -> None:
     assert side is not None
     front, tail = facts_of(prepared.choice.front), facts_of(prepared.choice.tail)
     params = dict(body.get("kv_transfer_params") or {})
-    if service.front.accepts_ids and not _CHANGES_RENDERING & {
-        name for name, v in body.items() if v is not None
-    }:
+    if (
+        service.front.accepts_ids
+        and turn.is_exact
+        and not _CHANGES_RENDERING & {name for name, v in body.items() if v is not None}
+    ):
         params["prompt_token_ids"] = list(prepared.prompt.token_ids)
     if prepared.plan is not None:
         params |= to_wire(prepared.plan, side.engine.secret)

@@ -78,6 +78,11 @@ def front_of(state: Any) -> Front:
             f"MemoryMiddleware needs the KV connector {CONNECTOR!r}, but vLLM runs {given}. Start it with "
             "`inferscale serve`, or with the --kv-transfer-config of the README."
         )
+    if config.parallel_config.data_parallel_size > 1:  # engines of dense models do not know it
+        raise EngineError(
+            f"vLLM runs {config.parallel_config.data_parallel_size} data-parallel engines, and the memory's "
+            "KV would be in one of them. Start it without --data-parallel-size: one server for each replica."
+        )
     connector = connector_config(transfer.kv_connector_extra_config, str(transfer.engine_id))
     settings = {"encryption_key_file": connector.encryption_key_file, **connector.server}
     server = from_mapping(ServerConfig, settings, 'kv_connector_extra_config["server"]')

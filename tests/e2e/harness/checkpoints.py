@@ -105,3 +105,37 @@ def make_adapter(base: Path, folder: Path, seed: int, rank: int = 4) -> Path:
     )
     model.save_pretrained(path / "merged")
     return path
+
+
+def make_quantized(base: Path, folder: Path) -> Path:
+    """The layers' weights of a checkpoint with a byte an element (compressed-tensors, W8A8)."""
+    import json
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "quantized"
+    shutil.copytree(base, path)
+    weights = load_file(base / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_proj.weight")]:
+        weight = weights[name]
+        scale = weight.abs().amax(dim=1, keepdim=True) / 127
+        weights[name] = (weight / scale).round().to(torch.int8)
+        weights[f"{name}_scale"] = scale
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    bits = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**bits, "strategy": "channel", "dynamic": False},
+        "input_activations": {**bits, "strategy": "token", "dynamic": True},
+    }
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    (path / "config.json").write_text(json.dumps(config))
+    return path
