@@ -93,6 +93,9 @@ class Deployment:
         tail = self.log_path.read_text(errors="replace")[-3000:]
         raise SystemExit(f"{replicas} replicas do not answer; {len(seen)} did.\n{tail}")
 
+    def close(self) -> None:
+        self._http.close()
+
     def kill_one(self) -> None:
         """The process of a replica, which its engine does not outlive."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
@@ -139,9 +142,11 @@ def deployed(folder: Path, catalog: str | None, *options: str) -> Iterator[Deplo
         process = subprocess.Popen(
             start, stdout=log, stderr=subprocess.STDOUT, env=variables, start_new_session=True
         )
+    running = Deployment(process, f"http://127.0.0.1:{port}", log_path)
     try:
-        yield Deployment(process, f"http://127.0.0.1:{port}", log_path)
+        yield running
     finally:
+        running.close()
         children = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
         process.send_signal(signal.SIGTERM)
         try:
