@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """What two replicas lose when one is killed, and when their database is out of reach for ten seconds.
 
-    python benchmarks/drill.py                                     the catalog in the data folder (SQLite)
-    INFERSCALE_CATALOG=postgresql://… python benchmarks/drill.py   in PostgreSQL, which is cut off as well
+    python benchmarks/drill.py             the catalog in a PostgreSQL server that it starts, where one is
+                                           installed, or in that of $INFERSCALE_CATALOG
+    python benchmarks/drill.py --sqlite    in the data folder; nothing can be cut off then
 
 Starts `inferscale deploy ray` with a random model of two layers and 20 users who store, chat, search and
 delete all the time. One replica is killed (SIGKILL) and comes back; then, where the catalog is a server,
@@ -39,7 +40,7 @@ import httpx
 import psutil
 
 FOLDER = Path(__file__).parent
-sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "tests" / "e2e")]
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent / "tests"), str(FOLDER.parent / "tests" / "e2e")]
 
 from delete_all import tiny_model  # noqa: E402
 from drill_proxy import Proxy, through  # noqa: E402
@@ -61,6 +62,7 @@ from drill_users import (  # noqa: E402
 
 from inferscale.bench.harness import BenchRun, command, environment  # noqa: E402
 from memory_server import free_port  # noqa: E402
+from postgres_server import MISSING, find_binaries, running  # noqa: E402
 
 CATALOG = "INFERSCALE_CATALOG"
 WANTED_AFFINITY = 0.95
@@ -136,6 +138,7 @@ def deployed(folder: Path, catalog: str | None, *options: str) -> Iterator[Deplo
         "TORCHDYNAMO_DISABLE": "1",
         "HF_HUB_OFFLINE": "1",
     }
+    variables.pop(CATALOG, None)
     variables |= {CATALOG: catalog} if catalog else {}
     log_path = folder / "deploy.log"
     with log_path.open("wb") as log:
@@ -298,6 +301,15 @@ def write(found: Findings, proxy: Proxy | None, out: Path) -> None:
     print("\n".join(problems) or "nothing was lost, mixed up or wrongly refused")
 
 
+def find_catalog(stack: ExitStack) -> str | None:
+    """The URL of a PostgreSQL database; None where there is none."""
+    given, binaries = os.environ.get(CATALOG), find_binaries()
+    if given or binaries is None:
+        say("" if given else f"{MISSING}; the catalog is a file")
+        return given
+    return stack.enter_context(running(binaries)).schema_url("drill")
+
+
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
@@ -306,6 +318,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--sqlite", action="store_true")
     parser.add_argument("--users", type=int, default=20)
     parser.add_argument("--phase-s", type=float, default=30, help="of the load before and after")
     parser.add_argument("--pause-s", type=float, default=0.5, help="of a user between two requests")
@@ -316,8 +329,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    catalog = os.environ.get(CATALOG)
     with ExitStack() as stack:
+        catalog = None if arguments.sqlite else find_catalog(stack)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="inferscale-drill-")))
         proxy, url = (None, None) if catalog is None else through(stack, catalog)
         deployment = stack.enter_context(deployed(folder, url))

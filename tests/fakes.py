@@ -12,6 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferscale.catalog import Catalog
+from inferscale.catalog.opening import open_database
+from inferscale.catalog.sql import Database
 from inferscale.config import MemoryConfig
 from inferscale.facts import Fact, Scope, Turn
 from inferscale.memory import Memory
@@ -37,6 +39,31 @@ class WordEmbedder:
                 vectors[row] += np.random.default_rng(seed).standard_normal(self.dim).astype(np.float32)
         norms = np.linalg.norm(vectors, axis=1, keepdims=True)
         return (vectors / np.maximum(norms, 1e-12)).astype(np.float32)
+
+
+def catalog_url(folder: Path) -> str | None:
+    """Of the database that stands for a folder's file, in tests that run with both (`conftest`)."""
+    return None
+
+
+def catalog_variable(folder: Path) -> dict[str, str]:
+    """What other processes of such a test need in their environment."""
+    url = catalog_url(folder)
+    return {} if url is None else {"INFERSCALE_CATALOG": url}
+
+
+def database_of(folder: Path) -> Database:
+    """The tables of a folder, past its catalog."""
+    return open_database(folder, url=catalog_url(folder))
+
+
+def rows_of(folder: Path) -> dict[str, list[tuple[Any, ...]]]:
+    """Everything in the tables of a folder."""
+    database = database_of(folder)
+    with database.read() as connection:
+        rows = {name: connection.execute(f"SELECT * FROM {name}").fetchall() for name in connection.tables()}
+    database.close()
+    return rows
 
 
 def open_catalog(folder: Path) -> Catalog:

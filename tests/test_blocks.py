@@ -17,6 +17,8 @@ from inferscale.planner import Candidate, choose
 from inferscale.tail import Tail
 from test_chat_plan import Chats
 
+pytestmark = pytest.mark.usefixtures("both_databases")
+
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Memory]:

@@ -13,6 +13,8 @@ from inferscale.errors import InvalidInput, UnknownFact
 from inferscale.facts import Scope, Turn
 from inferscale.memory import Memory
 
+pytestmark = pytest.mark.usefixtures("both_databases")
+
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:

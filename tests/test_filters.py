@@ -20,6 +20,8 @@ from inferscale.errors import InvalidInput
 from inferscale.facts import Scope, Turn
 from inferscale.filters import MAX_LEVELS, MAX_TESTS, MAX_VALUES, Comparison, Filter, Group, read_filter
 
+pytestmark = pytest.mark.usefixtures("both_databases")
+
 NAMES = ["topic", "rating", "done", "tags", "é", 'a"b', "a.b", "$[0]", "x' OR 1=1 --"]
 VALUES = (
     st.sampled_from(["travel", "Travel", "work", "", "1", "true", "ß", "é%_'\"", "x' OR 1=1 --"])
@@ -109,6 +111,7 @@ def kind(value: Any) -> str:
     return "text" if isinstance(value, str) else "number" if isinstance(value, int | float) else "other"
 
 
+@pytest.mark.sqlite_only
 @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(st.lists(METADATA, max_size=4), filters())
 def test_sql_means_what_the_tree_says(stored: list[dict[str, Any]], asked: dict[str, Any]) -> None:

@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fakes import ANA, DIM, WordEmbedder, add, ids, open_catalog, open_memory
+from fakes import ANA, DIM, WordEmbedder, add, ids, open_catalog, open_memory, rows_of
 from inferscale.catalog import CATALOG_FILE, NewPass, VectorMark
 from inferscale.catalog.migrations import MIGRATIONS
 from inferscale.errors import CatalogError, EmptyText, InvalidInput, TextTooLong, UnknownFact
 from inferscale.facts import KEEP, Scope, Turn
 from inferscale.memory import Memory
+
+pytestmark = pytest.mark.usefixtures("both_databases")
 
 
 @pytest.fixture
@@ -29,13 +31,6 @@ def memory(tmp_path: Path) -> Iterator[Memory]:
 
 def texts(memory: Memory, query: str, **options: Any) -> list[str]:
     return [hit.fact.text for hit in memory.search(query, user_id="ana", **options)]
-
-
-def tables(folder: Path) -> dict[str, list[tuple[Any, ...]]]:
-    """Everything in the tables of a folder, as another program sees it."""
-    with closing(sqlite3.connect(folder / CATALOG_FILE)) as raw:
-        names = [row[0] for row in raw.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        return {name: raw.execute(f"SELECT * FROM {name}").fetchall() for name in names}
 
 
 def file_bytes(folder: Path) -> bytes:
@@ -150,19 +145,20 @@ def test_what_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
             ({"text": "dog", "metadata": {1: "a"}}, InvalidInput),
             ({"metadata": [1]}, InvalidInput),
         ]
-        before = tables(tmp_path)
+        before = rows_of(tmp_path)
         for given, error in bad:
             with pytest.raises(error):
                 memory.update(fact.id, **given)
         for call in (lambda: memory.update("no-such-id", text="x"), lambda: memory.history("no-such-id")):
             with pytest.raises(UnknownFact, match="no-such-id"):
                 call()
-        assert tables(tmp_path) == before
+        assert rows_of(tmp_path) == before
         with pytest.raises(InvalidInput, match="shape"):
             memory.catalog.update(fact, Turn("dog"), np.zeros(3, dtype=np.float32))
         assert memory.get(fact.id) == fact
 
 
+@pytest.mark.sqlite_only
 def test_an_update_is_whole_or_not_at_all(memory: Memory, tmp_path: Path) -> None:
     first, second = memory.add(["the cat", "the dog"], user_id="ana")
     memory.catalog.passes.record("m", ANA, [first.id], [second.id], ["key"])
@@ -170,10 +166,10 @@ def test_an_update_is_whole_or_not_at_all(memory: Memory, tmp_path: Path) -> Non
         raw.execute(
             "CREATE TRIGGER refuse BEFORE UPDATE OF text ON facts BEGIN SELECT raise(ABORT, 'not today'); END"
         )
-    before = tables(tmp_path)
+    before = rows_of(tmp_path)
     with pytest.raises(CatalogError, match="not today"):
         memory.update(first.id, text="the cow")
-    assert tables(tmp_path) == before
+    assert rows_of(tmp_path) == before
     assert texts(memory, "cat", top_k=1) == ["the cat"]
 
 
@@ -198,6 +194,7 @@ def test_history_tells_of_every_update(memory: Memory, monkeypatch: pytest.Monke
     assert memory.history(other.id) == [("ADD", "other", None, other.created_at, None)]
 
 
+@pytest.mark.sqlite_only
 @pytest.mark.parametrize("whole_scope", [False, True])
 def test_a_deletion_takes_all_former_texts_with_it(memory: Memory, tmp_path: Path, whole_scope: bool) -> None:
     """Read while the memory is open: neither tables nor free pages nor SQLite's log keep them."""
@@ -213,14 +210,15 @@ def test_a_deletion_takes_all_former_texts_with_it(memory: Memory, tmp_path: Pat
     else:
         for fact in facts:
             memory.delete(fact.id)
-    assert "secret-" not in str(tables(tmp_path))
-    assert len(tables(tmp_path)["revisions"]) == 1
+    assert "secret-" not in str(rows_of(tmp_path))
+    assert len(rows_of(tmp_path)["revisions"]) == 1
     assert b"secret-" not in file_bytes(tmp_path)
     with pytest.raises(UnknownFact):
         memory.history(facts[0].id)
     assert [event.text for event in memory.history(kept.id)] == ["kept", "kept again"]
 
 
+@pytest.mark.sqlite_only
 def test_a_reader_elsewhere_does_not_hold_up_a_deletion(memory: Memory, tmp_path: Path) -> None:
     [fact] = memory.add("secret-penguin", user_id="ana")
     [late] = memory.add("x", user_id="ana")
@@ -269,7 +267,7 @@ def test_a_fact_that_is_deleted_during_its_update_stays_deleted(memory: Memory, 
         with pytest.raises(UnknownFact):
             other.update(fact.id, text="the dog")
         assert texts(other, "dog") == texts(memory, "dog") == ["stays"]
-    found = tables(tmp_path)
+    found = rows_of(tmp_path)
     assert [len(found[name]) for name in ("facts", "vectors", "revisions")] == [1, 1, 0]
     assert memory.epoch(user_id="ana") == 1
     assert memory.get(other_fact.id) == other_fact
@@ -335,7 +333,7 @@ def test_updates_race_deletions(memory: Memory, tmp_path: Path) -> None:
     assert texts(memory, "thing", top_k=99) == ["left"]
     assert memory._search._index is not None
     assert len(memory._search._index) == 1
-    found = tables(tmp_path)
+    found = rows_of(tmp_path)
     assert [len(found[name]) for name in ("facts", "vectors", "revisions", "encodings")] == [1, 1, 0, 0]
 
 
@@ -409,6 +407,7 @@ def test_only_facts_that_exist_are_retired_or_succeed(memory: Memory) -> None:
 # --- catalogs of older versions ------------------------------------------------------------------
 
 
+@pytest.mark.sqlite_only
 def test_a_catalog_of_the_first_version_is_migrated(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / CATALOG_FILE, isolation_level=None)) as raw:
         for statement in MIGRATIONS[0]:
@@ -445,6 +444,7 @@ def test_a_catalog_of_the_first_version_is_migrated(tmp_path: Path) -> None:
     catalog.close()
 
 
+@pytest.mark.sqlite_only
 def test_passes_of_older_catalogs_have_one_direction(tmp_path: Path) -> None:
     with closing(sqlite3.connect(tmp_path / CATALOG_FILE, isolation_level=None)) as raw:
         for statements in MIGRATIONS[:3]:

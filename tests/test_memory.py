@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fakes import WordEmbedder, open_memory
+from fakes import WordEmbedder, catalog_variable, open_memory
 from inferscale.config import MemoryConfig
 from inferscale.errors import (
     EmbedderMismatch,
@@ -23,6 +23,8 @@ from inferscale.errors import (
 )
 from inferscale.facts import Scope, Turn
 from inferscale.memory import Memory
+
+pytestmark = pytest.mark.usefixtures("both_databases")
 
 
 @pytest.fixture
@@ -393,6 +395,7 @@ def test_processes_on_one_folder(memory: Memory, tmp_path: Path) -> None:
     assert len(memory.search("me", user_id="ana")) == 3
     command = [sys.executable, "-c", _OTHER_PROCESS, str(tmp_path)]
     environment = {"PYTHONPATH": ":".join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    environment |= catalog_variable(tmp_path)
     running = [subprocess.Popen([*command, name, "15"], env=environment) for name in ("otto", "paula")]
     for i in range(15):
         memory.add(f"meanwhile {i}", user_id="ana")

@@ -13,6 +13,8 @@ from inferscale.errors import InvalidConfig, QuotaExceeded
 from inferscale.memory import Memory
 from inferscale.server.http import answer_to
 
+pytestmark = pytest.mark.usefixtures("both_databases")
+
 
 def limited(folder: Path, facts: int | None = None, size: int | None = None) -> Memory:
     config = MemoryConfig(folder, max_facts_per_user=facts, max_bytes_per_user=size)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sqlite3
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,13 +13,25 @@ import pytest
 from click.testing import CliRunner
 from numpy.typing import NDArray
 
-from fakes import ANA, DIM, WordEmbedder, add, open_catalog, open_memory
-from inferscale.catalog import CATALOG_FILE, Catalog
+from fakes import (
+    ANA,
+    DIM,
+    WordEmbedder,
+    add,
+    catalog_variable,
+    database_of,
+    open_catalog,
+    open_memory,
+    rows_of,
+)
+from inferscale.catalog import Catalog
 from inferscale.catalog.next_vectors import NextVectors
 from inferscale.catalog.rows import EmbedderIdentity
 from inferscale.cli.app import main
 from inferscale.errors import CatalogError, EmbedderMismatch, InvalidInput
 from inferscale.operations.reembed import reembed
+
+pytestmark = pytest.mark.usefixtures("both_databases")
 
 TEXTS = [f"the {animal} is called {animal[::-1]}" for animal in ("dog", "cat", "cow", "hen", "fox", "owl")]
 
@@ -38,17 +50,7 @@ class Turned(WordEmbedder):
 
 
 def tables(folder: Path) -> dict[str, int]:
-    connection = sqlite3.connect(folder / CATALOG_FILE)
-    names = [
-        row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE name LIKE 'vectors%'")
-    ]
-    counts = {
-        name: connection.execute(f"SELECT count(*) FROM {name}").fetchone()[0]
-        for name in names
-        if name != "vectors_next_stale"
-    }
-    connection.close()
-    return counts
+    return {name: len(rows) for name, rows in rows_of(folder).items() if name.startswith("vectors")}
 
 
 def test_a_folder_changes_its_embedder(tmp_path: Path) -> None:
@@ -57,7 +59,7 @@ def test_a_folder_changes_its_embedder(tmp_path: Path) -> None:
         before = [hit.fact.text for hit in memory.search("the cow", user_id="ana", top_k=1)]
     with (
         open_memory(tmp_path, embedder=Turned()) as memory,
-        pytest.raises(EmbedderMismatch, match="inferscale reembed --data-dir"),
+        pytest.raises(EmbedderMismatch, match=r"inferscale reembed --(data-dir|catalog) "),
     ):
         memory.search("the cow", user_id="ana")
     seen = []
@@ -121,7 +123,7 @@ def die():
     left[0] -= 1
     if left[0] < 0:
         os.kill(os.getpid(), signal.SIGKILL)
-reembed(Path(sys.argv[1]), Turned(before=die), batch_facts=2)
+reembed(Path(sys.argv[1]), Turned(before=die), batch_facts=2, url=os.environ.get("INFERSCALE_CATALOG"))
 """
 
 
@@ -129,7 +131,8 @@ def test_killed_it_goes_on_where_it_was(tmp_path: Path) -> None:
     with open_memory(tmp_path) as memory:
         memory.add(TEXTS, user_id="ana")
     arguments = [sys.executable, "-c", _KILLED, str(tmp_path), str(Path(__file__).parent)]
-    assert subprocess.run(arguments, check=False).returncode == -9
+    environment = {**os.environ, **catalog_variable(tmp_path)}
+    assert subprocess.run(arguments, check=False, env=environment).returncode == -9
     assert tables(tmp_path) == {"vectors": 6, "vectors_next": 4}
     with open_memory(tmp_path) as memory:
         assert memory.search(TEXTS[0], user_id="ana")[0].score == pytest.approx(1)
@@ -141,8 +144,10 @@ def test_killed_it_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_killed_after_the_switch_the_old_vectors_go_with_the_next_call(tmp_path: Path) -> None:
-    add(open_catalog(tmp_path), ANA, "one", "two")
-    vectors = NextVectors(tmp_path / CATALOG_FILE, EmbedderIdentity("other", DIM))
+    catalog = open_catalog(tmp_path)
+    add(catalog, ANA, "one", "two")
+    catalog.close()
+    vectors = NextVectors(database_of(tmp_path), EmbedderIdentity("other", DIM))
     assert vectors.begin()
     vectors.store(vectors.missing(0, 10), np.ones((2, DIM), dtype=np.float32))
     assert vectors.switch()
@@ -159,7 +164,7 @@ def test_killed_after_the_switch_the_old_vectors_go_with_the_next_call(tmp_path:
 def test_no_switch_while_a_fact_has_no_vector(tmp_path: Path) -> None:
     catalog = open_catalog(tmp_path)
     add(catalog, ANA, "one")
-    vectors = NextVectors(tmp_path / CATALOG_FILE, EmbedderIdentity("other", 8))
+    vectors = NextVectors(database_of(tmp_path), EmbedderIdentity("other", 8))
     assert vectors.begin()
     [fact] = vectors.missing(0, 10)
     add(catalog, ANA, "two")
@@ -174,9 +179,11 @@ def test_no_switch_while_a_fact_has_no_vector(tmp_path: Path) -> None:
 
 
 def test_another_one_begun_meanwhile_ends_the_first(tmp_path: Path) -> None:
-    add(open_catalog(tmp_path), ANA, "one")
-    first = NextVectors(tmp_path / CATALOG_FILE, EmbedderIdentity("first", DIM))
-    second = NextVectors(tmp_path / CATALOG_FILE, EmbedderIdentity("second", DIM))
+    catalog = open_catalog(tmp_path)
+    add(catalog, ANA, "one")
+    catalog.close()
+    first = NextVectors(database_of(tmp_path), EmbedderIdentity("first", DIM))
+    second = NextVectors(database_of(tmp_path), EmbedderIdentity("second", DIM))
     assert first.begin()
     facts = first.missing(0, 10)
     first.store(facts, np.ones((1, DIM), dtype=np.float32))
@@ -189,6 +196,7 @@ def test_another_one_begun_meanwhile_ends_the_first(tmp_path: Path) -> None:
     second.close()
 
 
+@pytest.mark.sqlite_only
 def test_a_folder_without_memory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="holds no memory"):
         reembed(tmp_path, Turned())

@@ -12,6 +12,8 @@ from inferscale.catalog import Catalog, RememberedReads
 from inferscale.catalog import remembered as remembered_module
 from inferscale.facts import Scope, Turn
 
+pytestmark = pytest.mark.usefixtures("both_databases")
+
 ANA, BEN = Scope("ana", None, None), Scope("ben", "bot", None)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_args
 
+from inferscale.catalog_url import check_public_url, check_url
 from inferscale.errors import InvalidConfig, InvalidInput
 from inferscale.fact_order import FactOrder, parse_order
 from inferscale.tail import Tail
@@ -33,6 +34,7 @@ DEFAULT_TAIL = "6,12%"
 DEFAULT_ORDER: FactOrder = "best-last"
 MIN_MIXED, MAX_MIXED = 4, 512
 """Facts of a mixed pass (`EncodingConfig.mixed`)."""
+MAX_NEIGHBOURS = 64
 KV_FOLDER = "kv"
 """Of a data folder: copies of KV on disk."""
 MAX_BYTES = 2**60
@@ -236,11 +238,14 @@ class EncodingConfig:
     mixed: int = 60
     """About so many facts of a scope are encoded together, in both directions and in an order of no meaning,
     once there are so many (`windows`); `window` and `stride` are for fewer. 0: they are for all."""
+    neighbours: int = 1
+    """Facts of a mixed pass that were said one after the other and stay together in it."""
 
     def __post_init__(self) -> None:
         _check_int(self.window, "window", 0)
         _check_int(self.stride, "stride", 1)
         _check_mixed(self.mixed, "mixed")
+        _check_int(self.neighbours, "neighbours", 1, MAX_NEIGHBOURS)
 
 
 @dataclass(frozen=True)
@@ -298,8 +303,13 @@ class MemoryConfig:
     encryption_key_file: str | Path | None = None
     """File with the key that the folder is encrypted with (docs/operations.md). Without one the key is
     $INFERSCALE_ENCRYPTION_KEY, and without that the folder is not encrypted."""
+    catalog: str | None = field(default=None, repr=False)
+    """URL of a PostgreSQL database that holds the catalog instead of the folder, so that several machines
+    share it: postgresql://USER@HOST:PORT/DATABASE. Without one it is $INFERSCALE_CATALOG."""
 
     def __post_init__(self) -> None:
+        if self.catalog is not None:
+            check_url(self.catalog, "catalog")
         for name in ("max_facts_per_user", "max_bytes_per_user"):
             if getattr(self, name) is not None:
                 _check_int(getattr(self, name), name, 1)
@@ -347,6 +357,7 @@ class ServerConfig:
     window: int = 20
     stride: int = 20
     mixed: int = 60
+    neighbours: int = 1
     """As in `EncodingConfig`."""
     top_k: int = 50
     """Facts of a chat that does not say how many."""
@@ -376,14 +387,19 @@ class ServerConfig:
     """Settings of `RetrievalConfig`."""
     reranker: str | None = None
     """As in `MemoryConfig`."""
+    catalog: str | None = None
+    """As in `MemoryConfig`, without a password: vLLM logs this setting."""
 
     def __post_init__(self) -> None:
+        if self.catalog is not None:
+            check_public_url(self.catalog, "server.catalog")
         if not isinstance(self.retrieval, Mapping):
             raise InvalidConfig(f"server.retrieval is {self.retrieval!r}; allowed is an object.")
         from_mapping(RetrievalConfig, self.retrieval, "server.retrieval")
         _check_int(self.window, "server.window", 0)
         _check_int(self.stride, "server.stride", 1)
         _check_mixed(self.mixed, "server.mixed")
+        _check_int(self.neighbours, "server.neighbours", 1, MAX_NEIGHBOURS)
         _check_int(self.top_k, "server.top_k", 0)
         try:
             Tail.parse(self.tail, "server.tail")
@@ -414,12 +430,13 @@ class ServerConfig:
             retrieval=from_mapping(RetrievalConfig, self.retrieval, "server.retrieval"),
             reranker=self.reranker,
             encryption_key_file=self.encryption_key_file,
+            catalog=self.catalog,
             **folder,
         )
 
     @property
     def encoding(self) -> EncodingConfig:
-        return EncodingConfig(self.window, self.stride, self.mixed)
+        return EncodingConfig(self.window, self.stride, self.mixed, self.neighbours)
 
 
 def read_tenants(path: str | None) -> dict[str, str]:

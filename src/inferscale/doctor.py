@@ -21,6 +21,7 @@ from pathlib import Path
 
 from inferscale import models
 from inferscale.catalog import CATALOG_FILE, Catalog
+from inferscale.catalog_url import VARIABLE, find_url
 from inferscale.config import default_data_dir
 from inferscale.encryption import KEY_VARIABLE, find_key
 from inferscale.errors import CatalogError, InvalidConfig, WrongKey
@@ -71,6 +72,7 @@ def diagnose() -> list[Finding]:
         _model(models.DEMO_MODEL, "demo model", required=False),
         _model(models.EMBEDDER, "embedder", required=True),
         _data_folder(),
+        *_catalog(),
         *_self_checks(),
     ]
 
@@ -208,6 +210,19 @@ def _model(source: models.ModelSource, name: str, *, required: bool) -> Finding:
     fix = f"{sys.executable} -m inferscale.models"
     use = "" if required else " (needed by `inferscale demo` only)"
     return Finding(name, False, f"{source.name} is not in {path.parent}{use}", fix, required=required)
+
+
+def _catalog() -> list[Finding]:
+    """The database, where one holds the facts."""
+    try:
+        url = find_url()
+        if url is None:
+            return []
+        with closing(Catalog(default_data_dir(), key=find_key(), url=url)) as catalog:
+            num_facts, num_scopes = catalog.count(Scope()), catalog.count_scopes()
+    except (CatalogError, InvalidConfig) as error:
+        return [Finding("catalog", False, str(error), f"start the server, or set {VARIABLE} to another URL")]
+    return [Finding("catalog", True, f"{catalog.place} (facts: {num_facts}, scopes: {num_scopes})")]
 
 
 def _data_folder() -> Finding:

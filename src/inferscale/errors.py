@@ -8,7 +8,8 @@
     │   ├── UnknownFact               an id that names no fact
     │   ├── QuotaExceeded             more facts or bytes than one user may store
     │   └── InvalidConfig             a setting that is unknown, of a wrong type or out of range
-    ├── CatalogError                  the data folder cannot be used
+    ├── CatalogError                  the data folder, or its database, cannot be used
+    │   ├── CatalogUnreachable        a database server does not answer; try again later
     │   ├── NewerCatalog              written by a newer version
     │   ├── WrongKey                  encrypted with another key, or read without one
     │   └── EmbedderMismatch          vectors of another embedder
@@ -59,7 +60,11 @@ class InvalidConfig(InvalidInput):
 
 
 class CatalogError(InferScaleError):
-    """The data folder cannot be used."""
+    """The data folder, or the database of its catalog, cannot be used."""
+
+
+class CatalogUnreachable(CatalogError):
+    """The database server of the catalog does not answer. What is asked later may be answered again."""
 
 
 class NewerCatalog(CatalogError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from inferscale.catalog import (
     StoredFact,
     Update,
 )
+from inferscale.catalog_url import find_url
 from inferscale.config import MemoryConfig
 from inferscale.encryption import find_key
 from inferscale.errors import InvalidInput, UnknownFact
@@ -58,7 +60,9 @@ if TYPE_CHECKING:
 
 
 class Memory:
-    """Long-term memory in `config.data_dir`. Safe from several threads and several processes.
+    """Long-term memory in `config.data_dir`, or in the database `config.catalog`.
+
+    Safe from several threads and several processes.
 
     embedder, reranker: used instead of those that `config` names. check_text: called with every
     turn before anything of a call is stored; it refuses one by raising, such as TextTooLong.
@@ -81,7 +85,9 @@ class Memory:
         self.config = config if config is not None else MemoryConfig()
         self.extraction = extraction
         quota = Quota(self.config.max_facts_per_user, self.config.max_bytes_per_user)
-        self.catalog = Catalog(self.config.data_dir, quota, find_key(self.config.encryption_key_file))
+        self.data_dir = Path(self.config.data_dir)
+        key, url = find_key(self.config.encryption_key_file), find_url(self.config.catalog)
+        self.catalog = Catalog(self.data_dir, quota, key, url)
         self.check_text = check_text
         self._remembered = RememberedReads(self.catalog)
         self._search = FactSearch(self.catalog, self._remembered, self.config, embedder, reranker)

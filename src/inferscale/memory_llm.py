@@ -115,7 +115,7 @@ class MemoryLLM:
             self.memory.catalog,
             self.prompts,
             self.engine.fingerprint,
-            WindowPolicy(encoding.window, encoding.stride, encoding.mixed),
+            WindowPolicy.of(encoding),
             self.engine.max_model_len - 1,
         )
         self.runner = EncodeRunner(self.engine, self.encoder)
@@ -137,7 +137,7 @@ class MemoryLLM:
 
     def _check_engine(self) -> None:
         """`verdict`: of the self-check. Where it refuses injection, facts are text, and none is encoded."""
-        self.verdict = check_engine(self.engine, self.prompts, self.memory.catalog.path.parent)
+        self.verdict = check_engine(self.engine, self.prompts, self.memory.data_dir)
         self.runner.is_off = self.verdict.is_refusal
 
     def _forget_strays(self) -> None:

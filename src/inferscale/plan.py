@@ -33,6 +33,8 @@ from inferscale.errors import PlanRejected
 
 WIRE_KEY = "inferscale"
 WIRE_VERSION = 4
+OTHER_MODEL = "the plan was made for another model or adapter"
+"""Why a plan is not carried out whose model is not what the connector has, as after a reload of weights."""
 ENCODER_VERSION = 1
 """Raised whenever the way a fact is rendered or encoded changes: old keys are then never reused."""
 

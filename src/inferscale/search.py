@@ -23,8 +23,8 @@ from inferscale.facts import Scope, SearchHit, Turn, Wording
 from inferscale.filters import Filter
 
 if TYPE_CHECKING:
-    from inferscale.catalog.database import ChangeToken
     from inferscale.catalog.results import StoredText
+    from inferscale.catalog.sql import ChangeToken
     from inferscale.retrieval import DeviceChoice, Embedder, HybridSearch, VectorIndex
     from inferscale.retrieval.reranker import Reranker
 

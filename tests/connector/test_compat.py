@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
 
 from inferscale.connector import compat
 from inferscale.connector.layout import LayerCache
-from inferscale.errors import NotRelocatable, UnsupportedLayout
+from inferscale.errors import UnsupportedLayout
 from inferscale.row_size import RowShape
 
 FULL = {"block_size": 16, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
@@ -34,6 +34,12 @@ def vllm_config(**changes: Any) -> Any:
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{key: changes.get(key, value) for key, value in parallel.items()}),
         speculative_config=changes.get("speculative_config"),
+        model_config=SimpleNamespace(
+            runner_type=changes.get("runner_type", "generate"),
+            enable_sleep_mode=changes.get("enable_sleep_mode", False),
+        ),
+        device_config=SimpleNamespace(device_type=changes.get("device_type", "cpu")),
+        weight_transfer_config=changes.get("weight_transfer_config"),
         cache_config=SimpleNamespace(cache_dtype=changes.get("cache_dtype", "auto")),
         kv_transfer_config=SimpleNamespace(kv_load_failure_policy=changes.get("policy", "fail")),
     )
@@ -117,7 +123,10 @@ def test_values_of_another_size_are_refused() -> None:
         ({"pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"decode_context_parallel_size": 2}, "decode context parallelism"),
         ({"prefill_context_parallel_size": 2}, "prefill context parallelism"),
-        ({"speculative_config": object()}, "speculative decoding"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, r"draft model \(eagle3\)"),
+        ({"speculative_config": SimpleNamespace(method="mtp")}, "speculative decoding"),
+        ({"runner_type": "pooling"}, "models served for pooling"),
+        ({"weight_transfer_config": object()}, "weights that a trainer sends"),
         ({"cache_dtype": "fp8_e4m3"}, "KV cache dtype fp8_e4m3"),
         ({"policy": "recompute"}, "kv_load_failure_policy='recompute'"),
     ],
@@ -125,6 +134,47 @@ def test_values_of_another_size_are_refused() -> None:
 def test_what_is_not_supported_is_named(changes: dict[str, Any], name: str) -> None:
     with pytest.raises(UnsupportedLayout, match=name):
         compat.refuse_unsupported(vllm_config(**changes))
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_speculation_without_a_draft_model_is_served(method: str) -> None:
+    compat.refuse_unsupported(vllm_config(speculative_config=SimpleNamespace(method=method)))
+
+
+def test_sleep_mode_is_refused_where_it_would_take_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    for device, version, is_refused in (
+        ("cuda", "0.25.1", True),
+        ("cuda", "0.29.0", False),
+        ("cpu", "0.25.1", False),
+    ):
+        monkeypatch.setattr("vllm.__version__", version)
+        config = vllm_config(enable_sleep_mode=True, device_type=device)
+        if is_refused:
+            with pytest.raises(UnsupportedLayout, match="sleep mode"):
+                compat.refuse_unsupported(config)
+        else:
+            compat.refuse_unsupported(config)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_known"),
+    [("0.25.1", True), ("0.32.0", True), ("0.29.0+cpu", True), ("0.33.0", False), ("1.0.0", False),
+     ("0.24.9", False), ("dev", False), ("0.0.0", False)],
+)  # fmt: skip
+def test_an_unknown_release_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, version: str, is_known: bool
+) -> None:
+    monkeypatch.setattr("vllm.__version__", version)
+    warning = compat.release_warning()
+    assert (warning is None) == is_known
+    assert warning is None or (version in warning and "0.25 to 0.32" in warning)
+
+
+def test_quantized_caches_are_refused_whatever_names_them() -> None:
+    """As where a checkpoint asks for one and the setting says `auto`."""
+    spec = FullAttentionSpec(**{**FULL, "dtype": torch.float8_e4m3fn})
+    with pytest.raises(UnsupportedLayout, match=r"holds torch\.float8_e4m3fn"):
+        compat.cache_shape(vllm_config(), caches(spec))
 
 
 def test_layers_in_order_and_shared_caches_once() -> None:
@@ -148,102 +198,12 @@ def test_a_layer_without_the_portable_write_is_refused() -> None:
         compat.layer_caches(config, {})
 
 
-# rotary modules -------------------------------------------------------------------------------
-
-HEAD = 8
-
-
-class FakeRotary(torch.nn.Module):
-    """As vLLM's modules: a table of cos then sin for each position."""
-
-    def __init__(self, theta: float, *, is_neox_style: bool = True, head_size: int = HEAD) -> None:
-        super().__init__()
-        inv_freq = 1.0 / (theta ** (torch.arange(0, head_size, 2, dtype=torch.float32) / head_size))
-        angles = torch.outer(torch.arange(64, dtype=torch.float32), inv_freq)
-        self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        self.is_neox_style = is_neox_style
-        self.head_size = head_size
-
-
-class FakeAttention(torch.nn.Module):
-    """A layer as models build it: the attention that vLLM hands out, the rotary module beside it."""
-
-    def __init__(self, rotary: torch.nn.Module | None) -> None:
-        super().__init__()
-        self.attn = torch.nn.Module()
-        if rotary is not None:
-            self.rotary_emb = rotary
-
-
-def model_of(*blocks: FakeAttention) -> list[LayerCache]:
-    return [LayerCache(f"layers.{i}", block.attn, torch.zeros(1), 1, HEAD) for i, block in enumerate(blocks)]
-
-
-def rotary_config(theta: float) -> Any:
-    text = SimpleNamespace(to_dict=lambda: {"model_type": "llama", "rope_theta": theta})
-    return SimpleNamespace(model_config=SimpleNamespace(hf_text_config=text))
-
-
-@pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> dict[Any, torch.nn.Module]:
-    """What vLLM has built in this process, in the order of building."""
-    from vllm.model_executor.layers import rotary_embedding
-
-    modules: dict[Any, torch.nn.Module] = {}
-    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", modules)
-    return modules
-
-
-def test_the_rotary_module_of_another_model_in_this_process_does_not_count(
-    built: dict[Any, torch.nn.Module],
-) -> None:
-    for theta, own in ((1e4, "first"), (1e6, "second")):
-        built[own] = FakeRotary(theta)
-        blocks = [FakeAttention(built[own]) for _ in range(2)]
-        rotary = compat.model_rotary(rotary_config(theta), model_of(*blocks))
-        assert float(rotary.inv_freq[1]) == pytest.approx(theta**-0.25)
-
-
-def test_every_rotary_module_of_the_model_itself_must_agree(built: dict[Any, torch.nn.Module]) -> None:
-    """Such as one for sliding-window layers and one for the others."""
-    built.update(a=FakeRotary(1e4), b=FakeRotary(1e6))
-    blocks = [FakeAttention(built["a"]), FakeAttention(built["b"])]
-    for theta in (1e4, 1e6):
-        with pytest.raises(NotRelocatable, match="differs from the frequencies"):
-            compat.model_rotary(rotary_config(theta), model_of(*blocks))
-
-
-def test_another_models_matching_module_does_not_excuse_this_models(
-    built: dict[Any, torch.nn.Module],
-) -> None:
-    built.update(other=FakeRotary(1e4), own=FakeRotary(1e6))
-    block = FakeAttention(built["own"])
-    with pytest.raises(NotRelocatable, match="differs from the frequencies"):
-        compat.model_rotary(rotary_config(1e4), model_of(block))
-
-
-def test_rotary_modules_elsewhere_in_the_model(built: dict[Any, torch.nn.Module]) -> None:
-    """One of the process's must agree; those that do not may belong to other models."""
-    block = FakeAttention(None)
-    with pytest.raises(NotRelocatable, match="no rotary embedding with head size 8"):
-        compat.model_rotary(rotary_config(1e4), model_of(block))
-    built["head of another size"] = FakeRotary(1e4, head_size=16)
-    with pytest.raises(NotRelocatable, match="no rotary embedding with head size 8"):
-        compat.model_rotary(rotary_config(1e4), model_of(block))
-    built["other"] = FakeRotary(1e6)
-    with pytest.raises(NotRelocatable, match="differs from the frequencies"):
-        compat.model_rotary(rotary_config(1e4), model_of(block))
-    built["own"] = FakeRotary(1e4)
-    compat.model_rotary(rotary_config(1e4), model_of(block))
-    compat.model_rotary(rotary_config(1e6), model_of(block))
-
-
-def test_the_pairing_style_is_that_of_the_module(built: dict[Any, torch.nn.Module]) -> None:
-    block = FakeAttention(FakeRotary(1e4, is_neox_style=False))
-    assert compat.model_rotary(rotary_config(1e4), model_of(block)).interleaved
-    elsewhere = FakeAttention(None)
-    built["a"] = FakeRotary(1e4)
-    assert not compat.model_rotary(rotary_config(1e4), model_of(elsewhere)).interleaved
-    built["b"] = FakeRotary(1e4, is_neox_style=False)
-    with pytest.raises(NotRelocatable, match="both pairing styles"):
-        compat.model_rotary(rotary_config(1e4), model_of(elsewhere))
+def test_weights_that_are_loaded_again_are_noticed() -> None:
+    layer = torch.nn.Module()
+    finished: list[Any] = []
+    layer.process_weights_after_loading = finished.append  # type: ignore[assignment]
+    noted: list[int] = []
+    compat.watch_weights([LayerCache("l", layer, torch.zeros(1), 1, 8)], lambda: noted.append(1))
+    layer.process_weights_after_loading(torch.float32)
+    assert (finished, noted) == ([torch.float32], [1])
+    compat.watch_weights([LayerCache("l", torch.nn.Module(), torch.zeros(1), 1, 8)], noted.clear)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from symbolic_engine import BLOCK_SIZE, SymbolicEngine, key_of, segment
 
-from inferscale.connector.messages import StepOrders
-from inferscale.plan import Order, Span, cache_salt
+from inferscale.adapters import model_with_adapter
+from inferscale.connector.messages import StepOrders, StepReport
+from inferscale.plan import OTHER_MODEL, Order, Span, cache_salt
 
 Make = Callable[..., SymbolicEngine]
 
@@ -726,13 +729,63 @@ def test_prompt_logprobs_are_computed_and_not_injected(engine: SymbolicEngine) -
     assert "log-prob" in str(engine.side._requests["c"].reason)
 
 
-@pytest.mark.parametrize("name", ["lora_request", "mm_features", "prompt_embeds"])
+@pytest.mark.parametrize("name", ["mm_features", "prompt_embeds"])
 def test_inputs_that_are_not_plain_text_are_not_injected(engine: SymbolicEngine, name: str) -> None:
     remember(engine, FACT)
     request = engine.chat("c", FACT + QUESTION, FACT)
     setattr(request, name, ["something"])
     assert engine.side.num_matched_tokens(request, 0) == 0
     assert engine.side._requests["c"].reason
+
+
+def test_adapters_have_plans_of_their_own(engine: SymbolicEngine, tmp_path: Path) -> None:
+    remember(engine, FACT)
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"weights")
+    known = {"lora_name": "one", "lora_int_id": 1, "lora_path": str(tmp_path)}
+    model = model_with_adapter(engine.side.model, "one", 1, str(tmp_path))
+    assert model is not None
+    for name, changes, of_plan, reason in (
+        ("other", {}, engine.side.model, "another model or adapter"),
+        ("in place", {"load_inplace": True}, model, "reloaded in place"),
+        ("gone", {"lora_int_id": 2, "lora_path": str(tmp_path / "gone")}, model, "not on this machine"),
+    ):
+        request = engine.add(name, FACT + QUESTION, engine.plan(model=of_plan, segments=(segment(FACT),)))
+        request.lora_request = SimpleNamespace(**{**known, **changes})
+        assert engine.side.num_matched_tokens(request, 0) == 0
+        assert reason in str(engine.side._requests[name].reason)
+    plan = engine.plan(model=model, segments=(segment(FACT),))
+    request = engine.add("mine", FACT + QUESTION, plan)
+    request.lora_request = SimpleNamespace(**known)
+    assert engine.side.num_matched_tokens(request, 0) == len(FACT)
+
+
+def test_of_several_requests_with_one_plan_the_first_counts(engine: SymbolicEngine) -> None:
+    """As vLLM makes them of a request with `n` above 1; the others find its blocks."""
+    remember(engine, FACT + OTHER)
+    plan = engine.plan(segments=(segment(FACT + OTHER),))
+    for name in ("first", "second"):
+        engine.add(name, FACT + OTHER + QUESTION, plan)
+    engine.run()
+    assert [engine.outcomes[name]["injected_tokens"] for name in ("first", "second")] == [47, 0]
+    assert engine.side.outcomes[plan.id] == engine.outcomes["first"]
+
+
+def test_other_weights_empty_the_pool_and_end_what_was_planned(engine: SymbolicEngine) -> None:
+    remember(engine, FACT)
+    side, before = engine.side, engine.side.model
+    engine.encode("open", [4] + OTHER, (1, 1 + len(OTHER)))
+    engine.chat("chat", FACT + QUESTION, FACT, max_tokens=3)
+    side.complete(StepReport(weights=1))
+    assert side.model != before
+    assert not side.table.is_resident(key_of(FACT))
+    engine.run()
+    for name in ("open", "chat"):
+        assert engine.outcomes[name]["reason"] == OTHER_MODEL
+        assert (engine.outcomes[name]["injected_tokens"], engine.outcomes[name]["captured"]) == (0, 0)
+    renewed = side.model
+    side.complete(StepReport(weights=1))
+    assert (side.model, side.counters.weight_reloads) == (renewed, 1)
+    engine.check_idle()
 
 
 @pytest.mark.parametrize(

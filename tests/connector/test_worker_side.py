@@ -12,6 +12,7 @@ from fake_layers import LAYOUTS, flash_025
 
 from inferscale.config import ConnectorConfig
 from inferscale.connector import movement
+from inferscale.connector.averaging import mean_of_same_length
 from inferscale.connector.layout import LayerCache, flat_storage
 from inferscale.connector.messages import StepOrders
 from inferscale.connector.worker import WorkerSide
@@ -259,9 +260,9 @@ def test_the_compiled_path_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without running a compiler: what `_prepare_gather` gets is what injection uses."""
     used: list[int] = []
 
-    def fake_compile(gather: Any, pool: torch.Tensor, half: int) -> Any:
+    def fake_compile(gather: Any, pool: torch.Tensor, turning: Rotary) -> Any:
         assert pool.shape[1:] == (2 * HEADS * DIM,)
-        assert half == DIM // 2
+        assert turning.rotary_dim == DIM
         return lambda *args: used.append(len(args[1])) or gather(*args)
 
     monkeypatch.setattr(movement, "compile_gather", fake_compile)
@@ -302,7 +303,7 @@ def test_a_second_capture_leaves_the_mean_of_both(name: str, dtype: torch.dtype,
     for index in range(3):
         (first, values), (second, others) = read(side, index, FIRST), read(side, index, LAST)
         moved = relocate(first.float(), torch.full((12,), at_second - at_first), side.rotary)
-        expected.append(((moved + second.float()) / 2, (values.float() + others.float()) / 2))
+        expected.append((halfway(moved, second.float()), halfway(values.float(), others.float())))
     # Injected at the place of the second capture, where nothing turns.
     side.before_forward(StepOrders(injection=single_run(rows, at_second, [0] * 2 + [1, 2, 3], BLOCK)))
     tolerance = 0.03 if pool_dtype == "int8" else 1e-6 if dtype == torch.float32 else 0.01
@@ -311,9 +312,50 @@ def test_a_second_capture_leaves_the_mean_of_both(name: str, dtype: torch.dtype,
             torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=tolerance)
 
 
+def halfway(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    length = (torch.linalg.vector_norm(first, dim=-1) + torch.linalg.vector_norm(second, dim=-1)) / 2
+    return torch.nn.functional.normalize(first + second, dim=-1) * length[..., None]
+
+
+def test_opposite_vectors_have_a_mean_without_a_direction() -> None:
+    first = torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
+    second = torch.tensor([[-1.0, 0.0], [4.0, 3.0], [0.0, 0.0]])
+    found = mean_of_same_length(first, second)
+    assert found[0].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(found[1], torch.tensor([12.5**0.5, 12.5**0.5]))
+    assert found[2].tolist() == [0.0, 0.0]
+
+
 def test_a_failed_mean_is_reported() -> None:
     side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
     side.after_forward(StepOrders(step=1, averaging=single_run(np.array([10**9]), 0, [0], BLOCK)))
     report = side.take_report()
     assert report is not None
     assert report.failed_captures == {1}
+
+
+def test_orders_from_before_other_weights_are_not_carried_out(caplog: pytest.LogCaptureFixture) -> None:
+    """What they name is KV of the weights before: nothing is written, and nothing captured."""
+    side = make_worker([LAYOUTS["flash_025"](BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
+    capture, injection = order(np.arange(3, 15))
+    before = read(side, 0, FIRST)[0].clone()
+    side.note_new_weights()
+    report = side.take_report()
+    assert report is not None
+    assert report.weights == 1
+    orders = StepOrders(step=1, injection=injection, capture=capture)
+    side.before_forward(orders)
+    side.after_forward(orders)
+    assert torch.equal(read(side, 0, FIRST)[0], before)
+    assert side.take_failed_blocks() == {1, 2, 3}
+    report = side.take_report()
+    assert report is not None
+    assert (report.done, report.failed_captures, report.weights) == ({1}, {1}, 1)
+    assert side.take_report() is None
+    orders = StepOrders(step=2, injection=injection, capture=capture, weights=1)
+    side.before_forward(orders)
+    side.after_forward(orders)
+    assert side.take_failed_blocks() == set()
+    report = side.take_report()
+    assert report is not None
+    assert (report.done, report.failed_captures) == ({2}, set())

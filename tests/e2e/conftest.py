@@ -28,8 +28,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return find
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of one model one after the other, so that its engine starts once."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests of one model one after the other, so that its engine starts once. Wide ones are asked for."""
+    if "wide" not in config.getoption("-m"):
+        for item in items:
+            if item.get_closest_marker("wide") is not None:
+                item.add_marker(pytest.mark.skip(reason="run with `pytest -m wide`"))
     ours = [index for index, item in enumerate(items) if Path(__file__).parent in item.path.parents]
     ordered = sorted((items[index] for index in ours), key=_model_of)
     for index, item in zip(ours, ordered, strict=True):

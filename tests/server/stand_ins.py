@@ -9,7 +9,7 @@ from typing import Any
 from inferscale.errors import EngineError
 from inferscale.plan import Order, Span
 
-FRONT: Any = SimpleNamespace(block_size=16, caches_prefixes=True)
+FRONT: Any = SimpleNamespace(block_size=16, caches_prefixes=True, adapter=lambda name: None)
 
 
 class Engine:

@@ -249,6 +249,7 @@ def test_a_chat_whose_injection_fails_is_answered_from_text(
         plan = Plan("m", "s", segments=(Segment("k", (1,)),))
         turn.prepared = PreparedChat(prompt, choice, (), plan, 3, None, ChatTimings())
         turn.draft = Rewriter()  # type: ignore[assignment]
+        turn.side = SimpleNamespace(engine=SimpleNamespace(secret=b"s" * 32))  # type: ignore[assignment]
         chat._write(given, turn, body)
         server.vllm.answers[CHAT] = failure
         return turn
@@ -256,13 +257,12 @@ def test_a_chat_whose_injection_fails_is_answered_from_text(
     async def outcome(plan_id: str) -> dict[str, Any]:
         raise AssertionError("there is no plan any more")
 
-    def salt(caller: Any, scope: Any, epoch: int, caller_salt: str) -> str:
+    def salt(side: Any, caller: Any, scope: Any, epoch: int, caller_salt: str) -> str:
         server.vllm.answers[CHAT] = (200, JSON, [json.dumps(ANSWER).encode()])  # it is asked as text now
         return f"text {epoch}"
 
     monkeypatch.setattr(chat, "begin", planned)
     service.front.accepts_ids = True  # type: ignore[attr-defined]
-    service.engine = SimpleNamespace(secret=b"s" * 32)  # type: ignore[attr-defined]
     service.text_salt, service.outcome = salt, outcome  # type: ignore[attr-defined]
     before = service.metrics.failed_injections._value.get()
     answer = server.ask("POST", CHAT, WITH_MEMORY)

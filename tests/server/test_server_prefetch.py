@@ -58,6 +58,7 @@ class Parts:
             block_size=16,
             is_on_gpu=False,
             caches_prefixes=False,
+            adapter=lambda name: None,
         )
         connector: Any = self.connector
         engine: Any = self.engine

@@ -33,6 +33,7 @@ def test_what_expired_is_deleted_and_forgotten_once(tmp_path: Path, monkeypatch:
         block_size=16,
         is_on_gpu=False,
         caches_prefixes=False,
+        adapter=lambda name: None,
     )
 
     async def talk() -> None:

@@ -1,10 +1,11 @@
-"""The catalog: facts, their history, vectors, encodings and epochs in one SQLite file.
+"""The catalog: facts, their history, vectors, encodings and epochs, in SQLite or PostgreSQL.
 
 The only SQL of the project.
 """
 
-from inferscale.catalog.catalog import CATALOG_FILE, Catalog
+from inferscale.catalog.catalog import Catalog
 from inferscale.catalog.imports import Ended, Imported, Revision, StoredFact
+from inferscale.catalog.opening import CATALOG_FILE
 from inferscale.catalog.passes import EncodePass, Encoding, NewPass
 from inferscale.catalog.quotas import Quota
 from inferscale.catalog.remembered import RememberedReads

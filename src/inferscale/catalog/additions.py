@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 import uuid
 from collections.abc import Sequence
@@ -13,12 +12,13 @@ from numpy.typing import NDArray
 
 from inferscale.catalog import rows as _rows
 from inferscale.catalog import vectors as _vectors
+from inferscale.catalog.sql import Connection
 from inferscale.dates import read_time
 from inferscale.facts import Fact, Scope, Turn
 
 
 def add_facts(
-    connection: sqlite3.Connection,
+    connection: Connection,
     scope: Scope,
     turns: Sequence[Turn],
     metadata: Sequence[str],
@@ -31,18 +31,20 @@ def add_facts(
     embedder = _vectors.fitting_embedder(connection, vectors, len(turns))
     code = _rows.scope_code(connection, scope)
     now = time.time()
-    facts = []
-    for turn, meta, vector in zip(turns, metadata, vectors, strict=True):
-        said = (turn.text, turn.speaker, turn.said_at)
-        fact_id, happened_at = str(uuid.uuid4()), read_time(turn.said_at)
-        cursor = connection.execute(
-            "INSERT INTO facts (id, scope, text, speaker, said_at, created_at, metadata, expires_at, "
-            "happened_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (fact_id, code, *said, now, meta, turn.expires_at, happened_at),
-        )
-        seq = cursor.lastrowid
-        assert seq is not None
-        _vectors.store(connection, embedder, seq, vector)
-        own = json.loads(meta)
-        facts.append(Fact(fact_id, seq, scope, *said, now, now, own, turn.expires_at, happened_at))
-    return facts
+    ids = [str(uuid.uuid4()) for _ in turns]
+    said = [(turn.text, turn.speaker, turn.said_at) for turn in turns]
+    times = [(turn.expires_at, read_time(turn.said_at)) for turn in turns]
+    seqs = connection.insert_all(
+        "INSERT INTO facts (id, scope, text, speaker, said_at, created_at, metadata, expires_at, "
+        "happened_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [
+            (fact_id, code, *words, now, meta, *when)
+            for fact_id, words, meta, when in zip(ids, said, metadata, times, strict=True)
+        ],
+        "seq",
+    )
+    _vectors.store_all(connection, embedder, seqs, vectors)
+    return [
+        Fact(fact_id, seq, scope, *words, now, now, json.loads(meta), *when)
+        for fact_id, seq, words, meta, when in zip(ids, seqs, said, metadata, times, strict=True)
+    ]

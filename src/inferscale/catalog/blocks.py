@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import sqlite3
 import time
 import uuid
 
 from inferscale.catalog import changes as _changes
 from inferscale.catalog import rows as _rows
 from inferscale.catalog.results import Deletion, ScopeDeletion, Update
+from inferscale.catalog.sql import Connection
 from inferscale.errors import UnknownFact
 from inferscale.facts import Fact, Scope, Turn
 
 
-def set_block(connection: sqlite3.Connection, scope: Scope, name: str, text: str) -> Update:
+def set_block(connection: Connection, scope: Scope, name: str, text: str) -> Update:
     """Store a block under an exact scope, or update the one of that name. Its speaker is its name."""
     found = _named(connection, scope, name)
     turn = Turn(text, name)
@@ -25,17 +25,17 @@ def set_block(connection: sqlite3.Connection, scope: Scope, name: str, text: str
         return update
     now = time.time()
     fact_id = str(uuid.uuid4())
-    cursor = connection.execute(
+    seq = connection.insert(
         "INSERT INTO facts (id, scope, text, speaker, created_at, metadata, block) "
         "VALUES (?, ?, ?, ?, ?, ?, ?)",
         (fact_id, _rows.scope_code(connection, scope), text, name, now, "{}", name),
+        "seq",
     )
-    assert cursor.lastrowid is not None
-    fact = Fact(fact_id, cursor.lastrowid, scope, text, name, None, now, now, block=name)
+    fact = Fact(fact_id, seq, scope, text, name, None, now, now, block=name)
     return Update(fact, (), ())
 
 
-def delete_block(connection: sqlite3.Connection, scope: Scope, name: str) -> Deletion:
+def delete_block(connection: Connection, scope: Scope, name: str) -> Deletion:
     """Raises UnknownFact."""
     found = _named(connection, scope, name)
     if found is None:
@@ -45,14 +45,14 @@ def delete_block(connection: sqlite3.Connection, scope: Scope, name: str) -> Del
     return _changes.delete(connection, found.id)
 
 
-def _named(connection: sqlite3.Connection, scope: Scope, name: str) -> Fact | None:
+def _named(connection: Connection, scope: Scope, name: str) -> Fact | None:
     found = _rows.select_facts(
         connection, "WHERE f.block = ? AND f.scope = ?", name, _rows.scope_code(connection, scope)
     )
     return found[0] if found else None
 
 
-def purge_expired(connection: sqlite3.Connection, now: float) -> ScopeDeletion:
+def purge_expired(connection: Connection, now: float) -> ScopeDeletion:
     """Delete all facts that have expired at `now`, of everybody, as `changes.delete` does."""
     expired = _rows.select_facts(connection, "WHERE f.expires_at <= ? ORDER BY f.seq", now)
     return _changes.delete_facts(connection, expired)

@@ -1,12 +1,12 @@
-"""The catalog of one data folder: the truth about facts, from which all KV can be rebuilt.
+"""The catalog: the truth about facts, from which all KV can be rebuilt.
 
-SQLite in WAL mode, safe from several threads and several processes. Every public method is one
-transaction. Knows nothing of tokens, KV and searching; stores text exactly as given.
+In SQLite, in WAL mode, for the processes of one machine, or in PostgreSQL for those of several. Safe from
+several threads and processes. Every public method is one transaction. Knows nothing of tokens, KV and
+searching; stores text exactly as given.
 """
 
 from __future__ import annotations
 
-import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,10 +24,10 @@ from inferscale.catalog import inferred as _inferred
 from inferscale.catalog import listings as _listings
 from inferscale.catalog import reads as _reads
 from inferscale.catalog import rows as _rows
-from inferscale.catalog.database import ChangeToken, Database
 from inferscale.catalog.embedders import OwnEmbedder
 from inferscale.catalog.feed import IndexFeed
 from inferscale.catalog.imports import Imported, StoredFact
+from inferscale.catalog.opening import open_database
 from inferscale.catalog.pass_records import PassRecords
 from inferscale.catalog.quotas import Quota
 from inferscale.catalog.quotas import check as check_quota
@@ -41,31 +41,36 @@ from inferscale.catalog.results import (
     SimilarFacts,
     Update,
 )
+from inferscale.catalog.sql import ChangeToken, Connection
 from inferscale.encryption import EncryptionKey
 from inferscale.errors import InvalidInput
 from inferscale.facts import Fact, HistoryEvent, Page, Scope, Turn
 from inferscale.filters import Filter
 
-CATALOG_FILE = "catalog.sqlite3"
 NO_QUOTA = Quota()
 
 
 class Catalog:
-    """Facts, vectors, encodings and epochs of one data folder. Opened on first use.
+    """Facts, vectors, encodings and epochs. Opened on first use.
 
     feed: what an index is made of. passes: encode passes and their keys.
 
     quota: of each owner; what would exceed it is refused with QuotaExceeded, and nothing of it is stored.
-    key: of an encrypted folder; a new one is encrypted with it.
+    key: of an encrypted folder; a new one is encrypted with it. url: of a PostgreSQL database, which then
+    holds the catalog instead of the folder. place: where it lies, for people.
     """
 
     def __init__(
-        self, data_dir: str | Path, quota: Quota = NO_QUOTA, key: EncryptionKey | None = None
+        self,
+        data_dir: str | Path,
+        quota: Quota = NO_QUOTA,
+        key: EncryptionKey | None = None,
+        url: str | None = None,
     ) -> None:
         self._quota = quota
-        self.path = Path(data_dir) / CATALOG_FILE
-        self._database = Database(self.path, key)
-        self._embedder = OwnEmbedder(self.path)
+        self._database = open_database(data_dir, key, url)
+        self.place = self._database.place
+        self._embedder = OwnEmbedder(self._database)
         self.feed = IndexFeed(self._database, self._embedder)
         self.passes = PassRecords(self._database)
 
@@ -83,7 +88,7 @@ class Catalog:
 
         So does, from then on, whatever reads or stores vectors, once the folder was re-embedded.
         """
-        self._embedder.record(self._database, _rows.EmbedderIdentity(name, dim))
+        self._embedder.record(_rows.EmbedderIdentity(name, dim))
 
     def add_facts(self, scope: Scope, turns: Sequence[Turn], vectors: NDArray[np.float32]) -> list[Fact]:
         """Store turns with their vectors (float32 [n, dim]) in order: all of them, or on an error none.
@@ -358,7 +363,7 @@ class Catalog:
             return _reads.blocks(connection, scope, model, time.time())
 
     @contextmanager
-    def _write_vectors(self, owner: Scope | None = None) -> Iterator[sqlite3.Connection]:
+    def _write_vectors(self, owner: Scope | None = None) -> Iterator[Connection]:
         """A write transaction for vectors of this process's embedder. Raises EmbedderMismatch.
 
         owner: of what is added, to be held to its quota at the end. Raises QuotaExceeded.

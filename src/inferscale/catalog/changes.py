@@ -19,7 +19,6 @@ the fact still there reads its vector again (`catalog/vectors.py`).
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +30,7 @@ from inferscale.catalog import passes as _passes
 from inferscale.catalog import rows as _rows
 from inferscale.catalog import vectors as _vectors
 from inferscale.catalog.results import Deletion, ScopeDeletion, ScopeEpoch, Update
+from inferscale.catalog.sql import NUMBERS, TEXTS, Connection
 from inferscale.dates import read_time
 from inferscale.errors import UnknownFact
 from inferscale.facts import Fact, HistoryEvent, Scope, Turn, Wording
@@ -44,7 +44,7 @@ def is_same(fact: Fact, turn: Turn) -> bool:
 
 
 def update(
-    connection: sqlite3.Connection, fact: Fact, turn: Turn, vector: NDArray[np.float32] | None
+    connection: Connection, fact: Fact, turn: Turn, vector: NDArray[np.float32] | None
 ) -> Update | None:
     """Change `fact` to `turn`; None where it is no longer as given. Raises UnknownFact where it is gone.
 
@@ -64,8 +64,8 @@ def update(
         forgotten = Update(fact, keys, _raised_epochs(connection, {_code(connection, fact): fact.scope}))
     connection.execute(
         "INSERT INTO revisions (fact, number, text, replaced_at) "
-        "SELECT ?1, count(*), ?2, ?3 FROM revisions WHERE fact = ?1",
-        (fact.seq, fact.text, now),
+        "SELECT ?, count(*), ?, ? FROM revisions WHERE fact = ?",
+        (fact.seq, fact.text, now, fact.seq),
     )
     metadata = _rows.metadata_json(turn.metadata)
     connection.execute(
@@ -85,37 +85,35 @@ def update(
     return forgotten._replace(fact=changed)
 
 
-def delete(connection: sqlite3.Connection, fact_id: str) -> Deletion:
+def delete(connection: Connection, fact_id: str) -> Deletion:
     """Remove a fact, its vector, its history and every encoding that has seen it. Raises UnknownFact."""
     deletion = _remove(connection, read_fact(connection, fact_id))
     _remove_past(connection, [fact_id])
     return deletion
 
 
-def delete_facts(connection: sqlite3.Connection, facts: Sequence[Fact]) -> ScopeDeletion:
+def delete_facts(connection: Connection, facts: Sequence[Fact]) -> ScopeDeletion:
     """Remove these facts, read in this transaction, as `delete` does."""
     scopes = {_code(connection, fact): fact.scope for fact in facts}
     keys = [key for fact in facts for key in _passes.invalidate(connection, fact.seq)]
     epochs = _raised_epochs(connection, scopes)
     seqs = json.dumps([fact.seq for fact in facts])
-    connection.execute("INSERT INTO changes (fact) SELECT value FROM json_each(?)", (seqs,))
-    connection.execute("DELETE FROM facts WHERE seq IN (SELECT value FROM json_each(?))", (seqs,))
+    connection.execute(f"INSERT INTO changes (fact) SELECT value FROM {NUMBERS} AS given", (seqs,))
+    connection.execute(f"DELETE FROM facts WHERE seq IN {NUMBERS}", (seqs,))
     _remove_past(connection, [fact.id for fact in facts])
     return ScopeDeletion(len(facts), tuple(dict.fromkeys(keys)), epochs)
 
 
-def _remove_past(connection: sqlite3.Connection, fact_ids: Sequence[str]) -> None:
+def _remove_past(connection: Connection, fact_ids: Sequence[str]) -> None:
     """Remove what these facts superseded, and what that did."""
     connection.execute(
-        "WITH RECURSIVE gone (id) AS (SELECT value FROM json_each(?) UNION SELECT p.id FROM past p "
+        f"WITH RECURSIVE gone (id) AS (SELECT value FROM {TEXTS} AS given UNION SELECT p.id FROM past p "
         "JOIN gone g ON p.successor = g.id) DELETE FROM past WHERE id IN (SELECT id FROM gone)",
         (json.dumps(list(fact_ids)),),
     )
 
 
-def retire(
-    connection: sqlite3.Connection, fact_id: str, successor: str | None, reason: str | None
-) -> Deletion:
+def retire(connection: Connection, fact_id: str, successor: str | None, reason: str | None) -> Deletion:
     """Remove a fact as `delete` does, but keep what it said for its history. Raises UnknownFact."""
     fact = read_fact(connection, fact_id)
     if successor is not None:
@@ -133,7 +131,7 @@ def retire(
     return _remove(connection, fact)
 
 
-def _remove(connection: sqlite3.Connection, fact: Fact) -> Deletion:
+def _remove(connection: Connection, fact: Fact) -> Deletion:
     keys = _passes.invalidate(connection, fact.seq)
     epochs = _raised_epochs(connection, {_code(connection, fact): fact.scope})
     connection.execute("DELETE FROM facts WHERE seq = ?", (fact.seq,))
@@ -141,7 +139,7 @@ def _remove(connection: sqlite3.Connection, fact: Fact) -> Deletion:
     return Deletion(fact, tuple(keys), epochs)
 
 
-def delete_all(connection: sqlite3.Connection, filter: Scope) -> ScopeDeletion:
+def delete_all(connection: Connection, filter: Scope) -> ScopeDeletion:
     """Remove all facts under `filter` as `delete` does; none where it covers none."""
     where, values = _rows.covered(filter)
     connection.execute(f"DELETE FROM past WHERE scope IN (SELECT id FROM scopes WHERE {where})", values)
@@ -154,13 +152,13 @@ def delete_all(connection: sqlite3.Connection, filter: Scope) -> ScopeDeletion:
     codes = json.dumps(list(scopes))
     keys = _passes.invalidate_all(connection, scopes)
     epochs = _raised_epochs(connection, scopes)
-    of_these = "FROM facts WHERE scope IN (SELECT value FROM json_each(?))"
+    of_these = f"FROM facts WHERE scope IN {NUMBERS}"
     connection.execute(f"INSERT INTO changes (fact) SELECT seq {of_these} ORDER BY seq", (codes,))
     num_facts = connection.execute(f"DELETE {of_these}", (codes,)).rowcount
     return ScopeDeletion(num_facts, tuple(keys), epochs)
 
 
-def history(connection: sqlite3.Connection, fact_id: str) -> list[HistoryEvent]:
+def history(connection: Connection, fact_id: str) -> list[HistoryEvent]:
     """What became of a fact, oldest first; of a retired one too. Raises UnknownFact.
 
     Its addition is not stored: the first text that was replaced, or else the text of today, was added.
@@ -199,7 +197,7 @@ def _said(created_at: float, replaced: Iterable[tuple[str, float]], text: str) -
     return events
 
 
-def read_fact(connection: sqlite3.Connection, fact_id: str) -> Fact:
+def read_fact(connection: Connection, fact_id: str) -> Fact:
     """The fact with this id. Raises UnknownFact."""
     found = _rows.select_facts(connection, "WHERE f.id = ?", fact_id)
     if not found:
@@ -207,15 +205,15 @@ def read_fact(connection: sqlite3.Connection, fact_id: str) -> Fact:
     return found[0]
 
 
-def _code(connection: sqlite3.Connection, fact: Fact) -> int:
+def _code(connection: Connection, fact: Fact) -> int:
     """Of the exact scope of a stored fact."""
     return int(connection.execute("SELECT scope FROM facts WHERE seq = ?", (fact.seq,)).fetchone()[0])
 
 
-def _raised_epochs(connection: sqlite3.Connection, scopes: Mapping[int, Scope]) -> tuple[ScopeEpoch, ...]:
+def _raised_epochs(connection: Connection, scopes: Mapping[int, Scope]) -> tuple[ScopeEpoch, ...]:
     """Raise the epochs of exact scopes, by code; the new one of every filter that covers any of them."""
     connection.execute(
-        "UPDATE scopes SET epoch = epoch + 1 WHERE id IN (SELECT value FROM json_each(?))",
+        f"UPDATE scopes SET epoch = epoch + 1 WHERE id IN {NUMBERS}",
         (json.dumps(list(scopes)),),
     )
     filters = dict.fromkeys(filter for scope in scopes.values() for filter in _rows.filters_over(scope))

@@ -9,8 +9,8 @@ store is nobody's business: the number is hidden, and sealed, with a key of the 
 from __future__ import annotations
 
 import hashlib
-import sqlite3
 
+from inferscale.catalog.sql import Connection
 from inferscale.errors import InvalidInput
 
 _HALF = 8
@@ -18,7 +18,7 @@ _HALF = 8
 _SHOWN_CHARS = 60
 
 
-def read_key(connection: sqlite3.Connection) -> bytes:
+def read_key(connection: Connection) -> bytes:
     found = connection.execute("SELECT value FROM meta WHERE name = 'cursor_key'").fetchone()
     return bytes.fromhex(found[0])
 

@@ -1,4 +1,4 @@
-"""The SQLite file of the catalog: opening, permissions, transactions, errors in plain words.
+"""The catalog in an SQLite file: opening, permissions, transactions, errors in plain words.
 
 One connection behind a lock serves all threads of a process; WAL mode and immediate write
 transactions serve several processes on one folder. Knows nothing of what the tables mean.
@@ -12,13 +12,15 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 from inferscale.catalog import drivers
-from inferscale.catalog.migrations import check_version, migrate
+from inferscale.catalog.conditions import prepare
+from inferscale.catalog.migrations import VECTORS_NEXT, check_version, migrate
+from inferscale.catalog.sql import ChangeToken
 from inferscale.encryption import EncryptionKey
 from inferscale.errors import CatalogError, InvalidInput
 
@@ -36,15 +38,8 @@ _ADVICE = {
 }
 
 
-class ChangeToken(NamedTuple):
-    """Differs from an earlier token of the same Database if anything was written since, here or elsewhere."""
-
-    data_version: int
-    own_writes: int
-
-
-class Database:
-    """One SQLite file, opened (and made or migrated) on first use. Safe from several threads.
+class SqliteDatabase:
+    """`Database` in one SQLite file.
 
     key: of an encrypted one; what is made is encrypted with it.
     """
@@ -56,14 +51,22 @@ class Database:
         self._opening = threading.Lock()
         self._closed = False
 
+    @property
+    def place(self) -> str:
+        return str(self.path)
+
+    @property
+    def option(self) -> str:
+        return f"--data-dir {self.path.parent}"
+
     @contextmanager
-    def read(self) -> Iterator[sqlite3.Connection]:
+    def read(self) -> Iterator[SqliteConnection]:
         """One consistent snapshot for everything that is read inside."""
         with self._transaction("BEGIN") as connection:
             yield connection
 
     @contextmanager
-    def write(self) -> Iterator[sqlite3.Connection]:
+    def write(self) -> Iterator[SqliteConnection]:
         """One write transaction: all of it is stored, or on any exception nothing.
 
         Raises CatalogError where the file cannot be written.
@@ -108,13 +111,13 @@ class Database:
                 handle.connection.close()
 
     @contextmanager
-    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
+    def _transaction(self, begin: str) -> Iterator[SqliteConnection]:
         handle = self._open_handle()
         with handle.lock, explained(self.path, self._key):
             connection = handle.connection
             connection.execute(begin)
             try:
-                yield connection
+                yield handle.ours
                 connection.execute("COMMIT")
             except BaseException:
                 # SQLite ends the transaction by itself after some errors (disk full, input/output).
@@ -164,6 +167,44 @@ def explained(path: Path, key: EncryptionKey | None = None) -> Iterator[None]:
         raise CatalogError(f"{path}: {error}. {_ADVICE.get(name, '')}".rstrip()) from error
 
 
+class SqliteConnection:
+    """`Connection` over one of SQLite."""
+
+    filters_in_sql = True
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self.execute = connection.execute
+        self.executemany = connection.executemany
+        prepare(connection)
+
+    def insert(self, sql: str, values: Sequence[Any], column: str) -> int:
+        number = self.execute(sql, values).lastrowid
+        assert number is not None
+        return number
+
+    def insert_all(self, sql: str, rows: Sequence[Sequence[Any]], column: str) -> list[int]:
+        return [self.insert(sql, values, column) for values in rows]
+
+    def tables(self) -> dict[str, set[str]]:
+        found = self.execute(
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%' "
+            "ORDER BY name"
+        ).fetchall()
+        return {name: {row[1] for row in self.execute(f'PRAGMA table_info("{name}")')} for (name,) in found}
+
+    def rename_tables(self, *renamed: tuple[str, str]) -> None:
+        # Names of tables in other tables' triggers stay as they are written.
+        self.execute("PRAGMA legacy_alter_table = ON")
+        try:
+            for old, new in renamed:
+                self.execute(f"ALTER TABLE {old} RENAME TO {new}")
+        finally:
+            self.execute("PRAGMA legacy_alter_table = OFF")
+
+    def make_vectors_next(self) -> None:
+        self.execute(VECTORS_NEXT)
+
+
 class _Handle:
     """A connection, the lock that guards it, and the process that may use it.
 
@@ -172,6 +213,7 @@ class _Handle:
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.connection = connection
+        self.ours = SqliteConnection(connection)
         self.lock = threading.RLock()
         self.process = os.getpid()
         self.own_writes = 0

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sqlite3
-
+from inferscale.catalog.sql import Connection
 from inferscale.errors import UnknownFact
 from inferscale.facts import Fact, Turn
 
@@ -15,7 +14,7 @@ def ends_before(fact: Fact, turn: Turn) -> bool:
     return turn.expires_at is None or turn.expires_at > fact.expires_at
 
 
-def set_expiry(connection: sqlite3.Connection, fact_id: str, expires_at: float | None) -> None:
+def set_expiry(connection: Connection, fact_id: str, expires_at: float | None) -> None:
     """expires_at: Unix time from which the fact is not found any more; None for never. Raises UnknownFact."""
     changed = connection.execute("UPDATE facts SET expires_at = ? WHERE id = ?", (expires_at, fact_id))
     if changed.rowcount == 0:

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from inferscale.catalog import reads as _reads
 from inferscale.catalog import rows as _rows
 from inferscale.catalog import vectors as _vectors
-from inferscale.catalog.database import Database
 from inferscale.catalog.embedders import OwnEmbedder
 from inferscale.catalog.results import ScopeMark, StoredText, VectorChanges, VectorMark
+from inferscale.catalog.sql import Database
 from inferscale.facts import Scope
 from inferscale.filters import Filter
 

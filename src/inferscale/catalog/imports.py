@@ -7,7 +7,6 @@ takes the place of what is there. Knows nothing of files and of vectors' content
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ from inferscale.catalog import changes as _changes
 from inferscale.catalog import rows as _rows
 from inferscale.catalog import vectors as _vectors
 from inferscale.catalog.results import ScopeEpoch
+from inferscale.catalog.sql import TEXTS, Connection
 from inferscale.dates import read_time
 from inferscale.facts import Fact, Scope
 
@@ -76,7 +76,7 @@ class Imported(NamedTuple):
         )
 
 
-def with_revisions(connection: sqlite3.Connection, facts: Sequence[Fact]) -> list[StoredFact]:
+def with_revisions(connection: Connection, facts: Sequence[Fact]) -> list[StoredFact]:
     """The facts with their former texts."""
     if not facts:
         return []
@@ -89,7 +89,7 @@ def with_revisions(connection: sqlite3.Connection, facts: Sequence[Fact]) -> lis
     return [StoredFact(fact, tuple(found.get(fact.seq, ()))) for fact in facts]
 
 
-def past_facts(connection: sqlite3.Connection, filter: Scope, limit: int, after: str) -> list[StoredFact]:
+def past_facts(connection: Connection, filter: Scope, limit: int, after: str) -> list[StoredFact]:
     """Facts under `filter` that are no longer so, with ids above `after`, by id."""
     where, values = _rows.covered(filter)
     found = connection.execute(
@@ -108,14 +108,15 @@ def past_facts(connection: sqlite3.Connection, filter: Scope, limit: int, after:
     ]
 
 
-def known_ids(connection: sqlite3.Connection, fact_ids: Iterable[str]) -> set[str]:
+def known_ids(connection: Connection, fact_ids: Iterable[str]) -> set[str]:
     """Those of the ids that a fact has, or had before it was retired."""
-    known = "SELECT 1 FROM facts WHERE id = ?1 UNION ALL SELECT 1 FROM past WHERE id = ?1"
-    return {fact_id for fact_id in fact_ids if connection.execute(known, (fact_id,)).fetchone() is not None}
+    wanted = json.dumps(list(fact_ids))
+    known = f"SELECT id FROM facts WHERE id IN {TEXTS} UNION ALL SELECT id FROM past WHERE id IN {TEXTS}"
+    return {row[0] for row in connection.execute(known, (wanted, wanted)).fetchall()}
 
 
 def import_facts(
-    connection: sqlite3.Connection,
+    connection: Connection,
     stored: Sequence[StoredFact],
     vectors: NDArray[np.float32],
     replaces: bool,
@@ -152,7 +153,7 @@ def import_facts(
     return Imported(num_added, num_replaced, num_skipped, tuple(keys), tuple(epochs.values()))
 
 
-def _in_its_place(connection: sqlite3.Connection, fact: Fact, code: int) -> list[Fact]:
+def _in_its_place(connection: Connection, fact: Fact, code: int) -> list[Fact]:
     """The fact with its id, and the one that its block names."""
     return _rows.select_facts(
         connection, "WHERE f.id = ? OR (f.scope = ? AND f.block = ?)", fact.id, code, fact.block
@@ -168,19 +169,20 @@ def _place(fact: Fact, others: Sequence[Fact]) -> int | None:
     return same[0].seq if same else None
 
 
-def _insert(connection: sqlite3.Connection, item: StoredFact, code: int, seq: int | None) -> int:
+def _insert(connection: Connection, item: StoredFact, code: int, seq: int | None) -> int:
     """seq: a place of its own for None."""
     fact, revisions, _ = item
     updated_at = fact.updated_at if fact.updated_at != fact.created_at or revisions else None
     said = (fact.text, fact.speaker, fact.said_at, fact.created_at, updated_at)
     rest = (_rows.metadata_json(fact.metadata), fact.expires_at, read_time(fact.said_at), fact.block)
-    cursor = connection.execute(
-        "INSERT INTO facts (seq, id, scope, text, speaker, said_at, created_at, updated_at, metadata, "
-        "expires_at, happened_at, block) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-        (seq, fact.id, code, *said, *rest),
+    place, number = ("", ()) if seq is None else (", seq", (seq,))
+    values = (fact.id, code, *said, *rest, *number)
+    stored_seq = connection.insert(
+        "INSERT INTO facts (id, scope, text, speaker, said_at, created_at, updated_at, metadata, "
+        f"expires_at, happened_at, block{place}) VALUES ({', '.join('?' * len(values))})",
+        values,
+        "seq",
     )
-    stored_seq = cursor.lastrowid
-    assert stored_seq is not None
     connection.executemany(
         "INSERT INTO revisions (fact, number, text, replaced_at) VALUES (?, ?, ?, ?)",
         [(stored_seq, number, *revision) for number, revision in enumerate(revisions)],
@@ -188,7 +190,7 @@ def _insert(connection: sqlite3.Connection, item: StoredFact, code: int, seq: in
     return stored_seq
 
 
-def _insert_past(connection: sqlite3.Connection, item: StoredFact, ended: Ended, code: int) -> None:
+def _insert_past(connection: Connection, item: StoredFact, ended: Ended, code: int) -> None:
     fact = item.fact
     connection.execute(
         "INSERT INTO past "

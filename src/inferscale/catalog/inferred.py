@@ -8,7 +8,6 @@ once. Knows nothing of models and of what is decided.
 from __future__ import annotations
 
 import json
-import sqlite3
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,19 +20,15 @@ from inferscale.catalog import changes as _changes
 from inferscale.catalog import expiry as _expiry
 from inferscale.catalog import rows as _rows
 from inferscale.catalog.results import Applied, InferMark, SimilarFacts
+from inferscale.catalog.sql import EXACT, NUMBERS, Connection
 from inferscale.errors import UnknownFact
 from inferscale.facts import Fact, Scope, SearchHit, Turn, Wording
 
-_EXACT = (
-    "(SELECT id FROM scopes WHERE ifnull(user_id, '') = ifnull(?, '') "
-    "AND ifnull(agent_id, '') = ifnull(?, '') AND ifnull(run_id, '') = ifnull(?, ''))"
-)
+_EXACT = f"(SELECT id FROM scopes WHERE {EXACT})"
 _LIVE = "f.block IS NULL AND (f.expires_at IS NULL OR f.expires_at > ?)"
 
 
-def similar(
-    connection: sqlite3.Connection, scope: Scope, vector: NDArray[np.float32], limit: int
-) -> SimilarFacts:
+def similar(connection: Connection, scope: Scope, vector: NDArray[np.float32], limit: int) -> SimilarFacts:
     """The facts of an exact scope most like `vector` (float32 [dim]), best first, newer ones first of equals.
 
     Compared one by one: exact, and of one read with the mark.
@@ -52,14 +47,12 @@ def similar(
     scores = stored @ vector / np.maximum(norms, 1e-12)
     best = np.lexsort((-seqs, -scores))[:limit]
     by_seq = {int(seqs[place]): float(scores[place]) for place in best}
-    facts = _rows.select_facts(
-        connection, "WHERE f.seq IN (SELECT value FROM json_each(?))", json.dumps(list(by_seq))
-    )
+    facts = _rows.select_facts(connection, f"WHERE f.seq IN {NUMBERS}", json.dumps(list(by_seq)))
     hits = {fact.seq: SearchHit(fact, by_seq[fact.seq]) for fact in facts}
     return SimilarFacts(tuple(hits[seq] for seq in by_seq), mark)
 
 
-def read_mark(connection: sqlite3.Connection, scope: Scope) -> InferMark:
+def read_mark(connection: Connection, scope: Scope) -> InferMark:
     """What rises with every addition, rewording and deletion in an exact scope."""
     found = connection.execute(
         f"SELECT epoch, (SELECT max(seq) FROM facts WHERE scope = s.id) FROM scopes s WHERE s.id = {_EXACT}",
@@ -69,7 +62,7 @@ def read_mark(connection: sqlite3.Connection, scope: Scope) -> InferMark:
 
 
 def apply(
-    connection: sqlite3.Connection,
+    connection: Connection,
     scope: Scope,
     turn: Turn | None,
     vector: NDArray[np.float32] | None,
@@ -93,7 +86,7 @@ def apply(
 
 
 def add_new(
-    connection: sqlite3.Connection, scope: Scope, turns: Sequence[Turn], vectors: NDArray[np.float32]
+    connection: Connection, scope: Scope, turns: Sequence[Turn], vectors: NDArray[np.float32]
 ) -> list[Applied]:
     """Store turns but for those whose whole wording is there already, in order; vectors: float32 [n, dim]."""
     stored = [
@@ -104,7 +97,7 @@ def add_new(
 
 
 def _stored(
-    connection: sqlite3.Connection, scope: Scope, turn: Turn, vector: NDArray[np.float32], *, with_time: bool
+    connection: Connection, scope: Scope, turn: Turn, vector: NDArray[np.float32], *, with_time: bool
 ) -> tuple[Fact, bool]:
     """The fact of the scope that says this already, or a new one, and whether it is new.
 

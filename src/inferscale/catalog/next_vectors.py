@@ -10,18 +10,15 @@ model is refused from then on (`Catalog.record_embedder`). Whoever is killed goe
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from inferscale.catalog.database import Database
-from inferscale.catalog.migrations import VECTORS_NEXT
 from inferscale.catalog.rows import EmbedderIdentity, read_embedder, select_facts
-from inferscale.encryption import EncryptionKey
+from inferscale.catalog.sql import Connection, Database
+from inferscale.catalog.vectors import REPLACES
 from inferscale.errors import CatalogError, InvalidInput
 from inferscale.facts import Fact
 
@@ -37,11 +34,11 @@ class Progress(NamedTuple):
 
 
 class NextVectors:
-    """Of one catalog file, over a connection of its own."""
+    """Of one catalog, over a database object of its own, which it closes."""
 
-    def __init__(self, path: Path, embedder: EmbedderIdentity, key: EncryptionKey | None = None) -> None:
+    def __init__(self, database: Database, embedder: EmbedderIdentity) -> None:
         self.embedder = embedder
-        self._database = Database(path, key)
+        self._database = database
 
     def close(self) -> None:
         self._database.close()
@@ -61,7 +58,9 @@ class NextVectors:
                 connection.execute("DELETE FROM vectors_next")
                 values = (self.embedder.name, str(self.embedder.dim))
                 connection.executemany(
-                    "INSERT OR REPLACE INTO meta (name, value) VALUES (?, ?)", zip(_NEXT, values, strict=True)
+                    "INSERT INTO meta (name, value) VALUES (?, ?) "
+                    "ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+                    list(zip(_NEXT, values, strict=True)),
                 )
             return True
 
@@ -91,8 +90,8 @@ class NextVectors:
         with self._database.write() as connection:
             self._check_begun(connection)
             connection.executemany(
-                "INSERT OR REPLACE INTO vectors_next (fact, embedder, dim, data) "
-                "SELECT seq, ?, ?, ? FROM facts WHERE seq = ? AND text = ? AND speaker IS ? AND said_at IS ?",
+                "INSERT INTO vectors_next (fact, embedder, dim, data) SELECT seq, ?, ?, ? FROM facts "
+                f"WHERE seq = ? AND text = ? AND speaker IS ? AND said_at IS ? {REPLACES}",
                 [
                     (*self.embedder, row.tobytes(), fact.seq, fact.text, fact.speaker, fact.said_at)
                     for fact, row in zip(facts, data, strict=True)
@@ -109,15 +108,9 @@ class NextVectors:
             ).fetchone()[0]
             if lacks:
                 return False
-            # Names of tables in other tables' triggers stay as they are written.
-            connection.execute("PRAGMA legacy_alter_table = ON")
-            try:
-                connection.execute("DROP TABLE IF EXISTS vectors_old")
-                connection.execute("ALTER TABLE vectors RENAME TO vectors_old")
-                connection.execute("ALTER TABLE vectors_next RENAME TO vectors")
-            finally:
-                connection.execute("PRAGMA legacy_alter_table = OFF")
-            connection.execute(VECTORS_NEXT)
+            connection.execute("DROP TABLE IF EXISTS vectors_old")
+            connection.rename_tables(("vectors", "vectors_old"), ("vectors_next", "vectors"))
+            connection.make_vectors_next()
             values = [(self.embedder.name, "embedder_name"), (str(self.embedder.dim), "embedder_dim")]
             connection.executemany("UPDATE meta SET value = ? WHERE name = ?", values)
             connection.execute("DELETE FROM meta WHERE name IN (?, ?)", _NEXT)
@@ -127,10 +120,7 @@ class NextVectors:
         """Remove the vectors that are used no more, in parts, so that nobody waits long."""
         while True:
             with self._database.write() as connection:
-                there = connection.execute(
-                    "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = 'vectors_old'"
-                ).fetchone()
-                if there is None:
+                if "vectors_old" not in connection.tables():
                     break
                 cleared = connection.execute(
                     "DELETE FROM vectors_old WHERE fact IN (SELECT fact FROM vectors_old LIMIT ?)",
@@ -140,14 +130,14 @@ class NextVectors:
                     connection.execute("DROP TABLE vectors_old")
         self._database.empty_log()
 
-    def _check_begun(self, connection: sqlite3.Connection) -> None:
+    def _check_begun(self, connection: Connection) -> None:
         begun = self._begun(connection)
         if begun != self.embedder:
             other = "it was ended" if begun is None else f"one for {begun.name!r} was begun"
             raise CatalogError(f"re-embedding for {self.embedder.name!r} cannot go on: {other} meanwhile.")
 
     @staticmethod
-    def _begun(connection: sqlite3.Connection) -> EmbedderIdentity | None:
+    def _begun(connection: Connection) -> EmbedderIdentity | None:
         found = dict(
             connection.execute("SELECT name, value FROM meta WHERE name IN (?, ?)", _NEXT).fetchall()
         )

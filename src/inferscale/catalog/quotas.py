@@ -5,9 +5,9 @@ The owner of a fact is its user, whatever agent and run it has; without a user i
 
 from __future__ import annotations
 
-import sqlite3
 from typing import NamedTuple
 
+from inferscale.catalog.sql import STORED_BYTES, Connection
 from inferscale.errors import QuotaExceeded
 from inferscale.facts import Scope
 
@@ -19,7 +19,7 @@ class Quota(NamedTuple):
     max_bytes: int | None = None
 
 
-def check(connection: sqlite3.Connection, scope: Scope, quota: Quota) -> None:
+def check(connection: Connection, scope: Scope, quota: Quota) -> None:
     """Raise QuotaExceeded where the owner of `scope` holds more than allowed by now."""
     if quota == Quota():
         return
@@ -30,8 +30,8 @@ def check(connection: sqlite3.Connection, scope: Scope, quota: Quota) -> None:
         if held > quota.max_facts:
             raise QuotaExceeded(_refusal(f"{held} facts", f"{quota.max_facts} facts"))
     if quota.max_bytes is not None:
-        size = "length(CAST(text AS BLOB)) + length(CAST(metadata AS BLOB))"
-        held = int(connection.execute(f"SELECT coalesce(sum({size}), 0) FROM {facts}", values).fetchone()[0])
+        total = f"SELECT coalesce(sum({STORED_BYTES}), 0) FROM {facts}"
+        held = int(connection.execute(total, values).fetchone()[0])
         if held > quota.max_bytes:
             raise QuotaExceeded(_refusal(f"{held} bytes", f"{quota.max_bytes} bytes"))
 

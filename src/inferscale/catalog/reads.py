@@ -7,7 +7,6 @@ found, listed or anybody's window, but stand in front of every chat whose scope 
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,24 +14,27 @@ from inferscale.catalog import conditions as _conditions
 from inferscale.catalog import passes as _passes
 from inferscale.catalog import rows as _rows
 from inferscale.catalog.conditions import LIVE, FactCondition
+from inferscale.catalog.filtering import passing
 from inferscale.catalog.results import FoundBlocks, ScopeMark, StoredText
+from inferscale.catalog.sql import NUMBERS, Connection
 from inferscale.facts import Scope
 from inferscale.filters import Filter
 
 
-def listed(connection: sqlite3.Connection, scope: Scope, within: Filter | None, now: float) -> FactCondition:
+def listed(connection: Connection, scope: Scope, within: Filter | None, now: float) -> FactCondition:
     """Condition on `facts f`: under `scope`, no block, not expired at `now`, passing the filter."""
     where, values = _rows.covered(scope)
     sql = f"f.scope IN (SELECT id FROM scopes WHERE {where}) AND f.block IS NULL AND {LIVE}"
     given: list[Any] = [*values, now]
-    if within is not None:
-        _conditions.prepare(connection)
+    if within is not None and connection.filters_in_sql:
         condition = _conditions.condition_of(within)
         sql, given = f"{sql} AND {condition.sql}", [*given, *condition.values]
+    elif within is not None:
+        sql, given = f"f.seq IN {NUMBERS}", [json.dumps(passing(connection, sql, given, within))]
     return FactCondition(sql, given)
 
 
-def matching(connection: sqlite3.Connection, scope: Scope, within: Filter | None, now: float) -> list[int]:
+def matching(connection: Connection, scope: Scope, within: Filter | None, now: float) -> list[int]:
     """Sequence numbers of the facts that a search of the scope may find, rising."""
     sql, values = listed(connection, scope, within, now)
     return [
@@ -40,12 +42,12 @@ def matching(connection: sqlite3.Connection, scope: Scope, within: Filter | None
     ]
 
 
-def next_expiry(connection: sqlite3.Connection) -> float | None:
+def next_expiry(connection: Connection) -> float | None:
     found = connection.execute("SELECT min(expires_at) FROM facts WHERE expires_at IS NOT NULL").fetchone()
     return None if found[0] is None else float(found[0])
 
 
-def has_expired(connection: sqlite3.Connection, scope: Scope, now: float) -> bool:
+def has_expired(connection: Connection, scope: Scope, now: float) -> bool:
     where, values = _rows.covered(scope)
     found = connection.execute(
         "SELECT EXISTS (SELECT 1 FROM facts f WHERE f.expires_at <= ? "
@@ -55,7 +57,7 @@ def has_expired(connection: sqlite3.Connection, scope: Scope, now: float) -> boo
     return bool(found[0])
 
 
-def scope_marks(connection: sqlite3.Connection, scope: Scope) -> list[ScopeMark]:
+def scope_marks(connection: Connection, scope: Scope) -> list[ScopeMark]:
     """Of the exact scopes under `scope` that hold facts."""
     where, values = _rows.covered(scope)
     found = connection.execute(
@@ -66,7 +68,7 @@ def scope_marks(connection: sqlite3.Connection, scope: Scope) -> list[ScopeMark]
     return [ScopeMark(*row) for row in found.fetchall()]
 
 
-def texts(connection: sqlite3.Connection, code: int, after: int) -> list[StoredText]:
+def texts(connection: Connection, code: int, after: int) -> list[StoredText]:
     """What the facts of an exact scope say, those above `after`, in seq order; no blocks."""
     found = connection.execute(
         "SELECT seq, text, speaker, said_at FROM facts WHERE scope = ? AND seq > ? AND block IS NULL "
@@ -76,24 +78,24 @@ def texts(connection: sqlite3.Connection, code: int, after: int) -> list[StoredT
     return [StoredText(*row) for row in found.fetchall()]
 
 
-def texts_of(connection: sqlite3.Connection, code: int, seqs: Iterable[int]) -> list[StoredText]:
+def texts_of(connection: Connection, code: int, seqs: Iterable[int]) -> list[StoredText]:
     """What those of the facts say that the exact scope holds, in seq order; no blocks."""
     found = connection.execute(
-        "SELECT seq, text, speaker, said_at FROM facts WHERE seq IN (SELECT value FROM json_each(?)) "
+        f"SELECT seq, text, speaker, said_at FROM facts WHERE seq IN {NUMBERS} "
         "AND scope = ? AND block IS NULL ORDER BY seq",
         (json.dumps(list(seqs)), code),
     )
     return [StoredText(*row) for row in found.fetchall()]
 
 
-def changes_after(connection: sqlite3.Connection, change: int) -> tuple[int, list[int]]:
+def changes_after(connection: Connection, change: int) -> tuple[int, list[int]]:
     """Number of the last change, and the facts of anybody that changed behind `change` (`vectors`)."""
     last = connection.execute("SELECT coalesce(max(id), 0) FROM changes").fetchone()[0]
     found = connection.execute("SELECT DISTINCT fact FROM changes WHERE id > ? ORDER BY fact", (change,))
     return last, [row[0] for row in found.fetchall()]
 
 
-def blocks(connection: sqlite3.Connection, scope: Scope, model: str | None, now: float) -> FoundBlocks:
+def blocks(connection: Connection, scope: Scope, model: str | None, now: float) -> FoundBlocks:
     """Core blocks under `scope` by name, their keys for `model` and the epoch of the scope."""
     where, values = _rows.covered(scope)
     clause = (

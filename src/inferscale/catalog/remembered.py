@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from inferscale.catalog.catalog import Catalog
-from inferscale.catalog.database import ChangeToken
 from inferscale.catalog.results import FoundBlocks, FoundFacts, ScopeMark
+from inferscale.catalog.sql import ChangeToken
 from inferscale.facts import Fact, Scope
 
 MAX_FACTS = 100_000

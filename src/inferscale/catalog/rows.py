@@ -6,11 +6,11 @@ Knows nothing of encodings and of vectors' content.
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from inferscale.catalog.results import ScopeEpoch
+from inferscale.catalog.sql import EXACT, TEXTS, Connection
 from inferscale.errors import InvalidInput
 from inferscale.facts import Fact, Scope
 
@@ -48,14 +48,14 @@ def filters_over(scope: Scope) -> list[Scope]:
     return [filter for filter in filters if not filter.is_empty()]
 
 
-def read_epoch(connection: sqlite3.Connection, filter: Scope) -> int:
+def read_epoch(connection: Connection, filter: Scope) -> int:
     where, values = covered(filter)
     return int(
         connection.execute(f"SELECT coalesce(sum(epoch), 0) FROM scopes WHERE {where}", values).fetchone()[0]
     )
 
 
-def read_epochs(connection: sqlite3.Connection, filters: Iterable[Scope]) -> list[ScopeEpoch]:
+def read_epochs(connection: Connection, filters: Iterable[Scope]) -> list[ScopeEpoch]:
     """The epoch of each filter, none of which is empty, in their order.
 
     One query for all filters that give the same ids: asked for one by one, a user with many runs
@@ -68,33 +68,32 @@ def read_epochs(connection: sqlite3.Connection, filters: Iterable[Scope]) -> lis
         by_columns.setdefault(columns, []).append(filter)
     epochs: dict[Scope, int] = {}
     for columns, alike in by_columns.items():
-        where = " AND ".join(f"{name} IN (SELECT value FROM json_each(?))" for name in columns)
+        where = " AND ".join(f"{name} IN {TEXTS}" for name in columns)
         listed = ", ".join(columns)
         values = [json.dumps(list({getattr(filter, name) for filter in alike})) for name in columns]
         found = connection.execute(
             f"SELECT sum(epoch), {listed} FROM scopes WHERE {where} GROUP BY {listed}", values
         )
-        epochs.update({Scope(**dict(zip(columns, ids, strict=True))): epoch for epoch, *ids in found})
+        epochs.update({Scope(**dict(zip(columns, ids, strict=True))): int(epoch) for epoch, *ids in found})
     return [ScopeEpoch(filter, epochs.get(filter, 0)) for filter in wanted]
 
 
-def scope_code(connection: sqlite3.Connection, scope: Scope) -> int:
+def scope_code(connection: Connection, scope: Scope) -> int:
     """Code of an exact scope, made on first use."""
     ids = (scope.user_id, scope.agent_id, scope.run_id)
-    connection.execute("INSERT OR IGNORE INTO scopes (user_id, agent_id, run_id) VALUES (?, ?, ?)", ids)
-    found = connection.execute(
-        "SELECT id FROM scopes WHERE ifnull(user_id, '') = ifnull(?, '') "
-        "AND ifnull(agent_id, '') = ifnull(?, '') AND ifnull(run_id, '') = ifnull(?, '')",
-        ids,
-    ).fetchone()
-    if found is None:
+    if scope.is_empty() or "" in ids:
         raise InvalidInput(
             f"{scope} is no exact scope: ids must not be empty and at least one must be given."
         )
+    find = f"SELECT id FROM scopes WHERE {EXACT}"
+    found = connection.execute(find, ids).fetchone()
+    if found is None:
+        new = "INSERT INTO scopes (user_id, agent_id, run_id) VALUES (?, ?, ?)"
+        return connection.insert(new, ids, "id")
     return int(found[0])
 
 
-def select_facts(connection: sqlite3.Connection, clause: str, *values: object) -> list[Fact]:
+def select_facts(connection: Connection, clause: str, *values: object) -> list[Fact]:
     """Facts of a read; those of one scope share it, and each has metadata of its own."""
     scopes: dict[tuple[str | None, ...], Scope] = {}
     facts = []
@@ -115,7 +114,7 @@ class EmbedderIdentity(NamedTuple):
     dim: int
 
 
-def read_embedder(connection: sqlite3.Connection) -> EmbedderIdentity | None:
+def read_embedder(connection: Connection) -> EmbedderIdentity | None:
     found = dict(connection.execute("SELECT name, value FROM meta WHERE name LIKE 'embedder_%'").fetchall())
     return EmbedderIdentity(found["embedder_name"], int(found["embedder_dim"])) if found else None
 

@@ -7,15 +7,12 @@ a table that is added later is looked through as well. Reads only.
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterable
-from pathlib import Path
 from typing import NamedTuple
 
-from inferscale.catalog.database import Database
 from inferscale.catalog.passes import known_keys
 from inferscale.catalog.rows import covered
-from inferscale.encryption import EncryptionKey
+from inferscale.catalog.sql import NUMBERS, Connection, Database
 from inferscale.facts import Scope
 
 _NUMBERS_ONLY = ("changes",)
@@ -35,10 +32,11 @@ class TableTraces(NamedTuple):
 
 
 class CatalogTraces:
-    """Reads of one catalog file, over a connection of its own."""
+    """Reads of one catalog, over a database object of its own, which it closes."""
 
-    def __init__(self, path: Path, key: EncryptionKey | None = None) -> None:
-        self._database = Database(path, key)
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self.place = database.place
 
     def close(self) -> None:
         """Empty the log, where nobody else is reading, and close the file."""
@@ -48,7 +46,7 @@ class CatalogTraces:
     def tables(self, filter: Scope) -> list[TableTraces]:
         """What each table that belongs to scopes or facts holds."""
         where, values = covered(filter)
-        in_scope = "(SELECT value FROM json_each(?))"
+        in_scope = f"{NUMBERS}"
         facts = f"(SELECT seq FROM facts WHERE scope IN {in_scope})"
         found = []
         with self._database.read() as connection:
@@ -101,20 +99,14 @@ class CatalogTraces:
             )
 
 
-def _tables(connection: sqlite3.Connection) -> list[tuple[str, set[str]]]:
+def _tables(connection: Connection) -> list[tuple[str, set[str]]]:
     """Tables with a column `scope` or `fact`, by name."""
-    names = connection.execute(
-        "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%' ORDER BY name"
-    ).fetchall()
-    tables = []
-    for (name,) in names:
-        if name in _NUMBERS_ONLY:
-            continue
-        columns = {row[1] for row in connection.execute(f'PRAGMA table_info("{name}")')}
-        if columns & {"scope", "fact"}:
-            tables.append((name, columns))
-    return tables
+    return [
+        (name, columns)
+        for name, columns in connection.tables().items()
+        if name not in _NUMBERS_ONLY and columns & {"scope", "fact"}
+    ]
 
 
-def _count(connection: sqlite3.Connection, table: str, condition: str, *values: str) -> int:
+def _count(connection: Connection, table: str, condition: str, *values: str) -> int:
     return int(connection.execute(f'SELECT count(*) FROM "{table}" WHERE {condition}', values).fetchone()[0])

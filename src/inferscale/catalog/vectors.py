@@ -7,7 +7,6 @@ its number into `changes`; whether it is still there says which of the two it wa
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +15,16 @@ from numpy.typing import NDArray
 
 from inferscale.catalog.results import VectorChanges, VectorMark
 from inferscale.catalog.rows import EmbedderIdentity, read_embedder
+from inferscale.catalog.sql import Connection
 from inferscale.errors import CatalogError, InvalidInput
 
+REPLACES = (
+    "ON CONFLICT (fact) DO UPDATE SET embedder = excluded.embedder, dim = excluded.dim, data = excluded.data"
+)
+"""Of an INSERT: the vector of a fact takes the place of the one that it has."""
 
-def fitting_embedder(
-    connection: sqlite3.Connection, vectors: NDArray[np.float32], num_rows: int
-) -> EmbedderIdentity:
+
+def fitting_embedder(connection: Connection, vectors: NDArray[np.float32], num_rows: int) -> EmbedderIdentity:
     """The recorded embedder, which made these vectors. Raises InvalidInput for another shape."""
     embedder = read_embedder(connection)
     if embedder is None:
@@ -32,21 +35,35 @@ def fitting_embedder(
 
 
 def store(
-    connection: sqlite3.Connection, embedder: EmbedderIdentity, fact_seq: int, vector: NDArray[np.float32]
+    connection: Connection, embedder: EmbedderIdentity, fact_seq: int, vector: NDArray[np.float32]
 ) -> None:
     """Store the vector of a fact, float32 [dim], in place of the one that it has, if any."""
-    connection.execute(
-        "INSERT OR REPLACE INTO vectors (fact, embedder, dim, data) VALUES (?, ?, ?, ?)",
-        (fact_seq, embedder.name, embedder.dim, np.asarray(vector, dtype="<f4").tobytes()),
+    store_all(connection, embedder, [fact_seq], vector.reshape(1, -1))
+
+
+def store_all(
+    connection: Connection,
+    embedder: EmbedderIdentity,
+    fact_seqs: Sequence[int],
+    vectors: NDArray[np.float32],
+) -> None:
+    """The same of several; vectors: float32 [n, dim]."""
+    data = np.asarray(vectors, dtype="<f4")
+    connection.executemany(
+        f"INSERT INTO vectors (fact, embedder, dim, data) VALUES (?, ?, ?, ?) {REPLACES}",
+        [
+            (seq, embedder.name, embedder.dim, vector.tobytes())
+            for seq, vector in zip(fact_seqs, data, strict=True)
+        ],
     )
 
 
-def note_change(connection: sqlite3.Connection, fact_seq: int) -> None:
+def note_change(connection: Connection, fact_seq: int) -> None:
     """Let all readers know that this fact is removed, or its vector replaced, by this transaction."""
     connection.execute("INSERT INTO changes (fact) VALUES (?)", (fact_seq,))
 
 
-def changes_since(connection: sqlite3.Connection, since: VectorMark, limit: int) -> VectorChanges:
+def changes_since(connection: Connection, since: VectorMark, limit: int) -> VectorChanges:
     """At most `limit` new vectors, and what became of older facts by at most `limit` changes."""
     embedder = read_embedder(connection)
     new = connection.execute(

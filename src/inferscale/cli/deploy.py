@@ -13,10 +13,11 @@ from typing import Any, cast
 
 import click
 
+from inferscale.catalog_url import VARIABLE as CATALOG_VARIABLE
 from inferscale.cli.engine import prepare_engine
-from inferscale.cli.options import POSITIVE
+from inferscale.cli.options import POSITIVE, catalog_url
 from inferscale.cli.output import say
-from inferscale.cli.serve import Serve, check_free, check_key, serve, settings_of
+from inferscale.cli.serve import Serve, check_catalog, check_free, serve, settings_of
 from inferscale.config import default_data_dir, read_tenants
 from inferscale.errors import EngineError, EngineMissing, InvalidConfig
 
@@ -108,7 +109,9 @@ def ray(model: str, vllm_flags: tuple[str, ...], **given: Any) -> None:
         serve_config,
     )
 
-    check_key(given["data_dir"] or default_data_dir())
+    if (url := catalog_url()) is not None:
+        os.environ[CATALOG_VARIABLE] = url  # for a Ray of this command; not into what Ray shows
+    check_catalog(given["data_dir"] or default_data_dir(), url)
     prepare_engine(verbose=False)
     connector, server = settings_of(given)
     settings = ReplicaSettings(
@@ -222,7 +225,7 @@ def _check_fits(ray_package: Any, settings: Any, scaling: Any) -> None:
                 f"and Ray has {has.get(name, 0):g}. Give fewer --replicas, or --{name.lower()}s-per-replica."
             )
     nodes = sum(bool(node["Alive"]) for node in ray_package.nodes())
-    is_shared = bool(getattr(settings.server, "catalog", None)) or "INFERSCALE_CATALOG" in settings.needs
+    is_shared = settings.server.catalog is not None or CATALOG_VARIABLE in settings.needs
     if nodes > 1 and not is_shared:
         raise EngineError(
             f"Ray has {nodes} machines, and the memory's catalog is a file (SQLite), which only one can use. "

@@ -11,11 +11,14 @@ import click
 
 from inferscale.cli.options import (
     F,
+    catalog_option,
+    catalog_url,
     encryption_key,
     json_option,
     key_file_option,
     memory_options,
     read_api_key,
+    refuse_catalog_url,
     scope_options,
 )
 from inferscale.cli.output import emit, say
@@ -31,7 +34,8 @@ _FOUND = 1
 
 
 def _folder_options(command: F) -> F:
-    """--data-dir and --encryption-key-file."""
+    """--data-dir, --catalog and --encryption-key-file."""
+    command = catalog_option(command)
     return click.option(
         "--data-dir",
         type=click.Path(file_okay=False, path_type=Path),
@@ -75,13 +79,15 @@ def audit(
     folder, scope = data_dir or default_data_dir(), read_scope(**ids)
     given = [*texts, *(line.rstrip("\n") for line in text_file or ())]
     server = None if url is None else _asked(url, api_key_env, scope)
-    found = look(folder, scope, [text for text in given if text.strip()], server, encryption_key())
+    wanted = [text for text in given if text.strip()]
+    found = look(folder, scope, wanted, server, encryption_key(), catalog_url())
     for finding in found.findings if as_json else ():
         emit({**finding._asdict(), "scope": scope.describe()})
     if not as_json:
         _show(found)
     if not found.is_known:
-        say(f"Nothing was ever stored in {folder} under {scope.describe()}: check the id and --data-dir.")
+        where = f"in {found.place} under {scope.describe()}"
+        say(f"Nothing was ever stored {where}: check the id and --data-dir or --catalog.")
     if not found.is_clean:
         context.exit(_FOUND)
 
@@ -99,6 +105,7 @@ def backup(target: Path, data_dir: Path | None, as_json: bool) -> None:
     """
     from inferscale.operations.backup import backup as copy
 
+    refuse_catalog_url("backup", "Copy the database with pg_dump, or as its server is backed up.")
     copied = copy(data_dir or default_data_dir(), target, encryption_key())
     emit(_jsonable(copied)) if as_json else click.echo(copied.path)
     say(f"{copied.num_facts} facts, {copied.size_bytes} bytes.")
@@ -112,6 +119,10 @@ def restore(source: Path, data_dir: Path | None, as_json: bool) -> None:
     """Put a backup into an empty data folder, once it was checked."""
     from inferscale.operations.backup import restore as put_back
 
+    refuse_catalog_url(
+        "restore",
+        "Put back a database with pg_restore; `inferscale import` brings facts from elsewhere into it.",
+    )
     restored = put_back(source, data_dir or default_data_dir(), encryption_key())
     emit(_jsonable(restored)) if as_json else click.echo(restored.path)
     say(f"{restored.num_facts} facts, {restored.size_bytes} bytes.")
@@ -139,6 +150,7 @@ def reembed(data_dir: Path | None, embedder: str | None, embedder_device: str, a
         opened,
         lambda progress: say(f"{progress.num_done} of {progress.num_facts}"),
         key=encryption_key(),
+        url=catalog_url(),
     )
     if as_json:
         emit({**done._asdict(), "embedder": opened.name})
@@ -165,6 +177,7 @@ def rekey(data_dir: Path | None, new_key_file: Path | None, no_encryption: bool,
     """
     from inferscale.operations.rekey import rekey as change_key
 
+    refuse_catalog_url("rekey", "Encrypt the disks of its server.")
     if (new_key_file is None) is not no_encryption:
         raise InvalidInput("Give either --new-key-file, or --no-encryption.")
     changed = change_key(data_dir or default_data_dir(), encryption_key(), _new_key(new_key_file))

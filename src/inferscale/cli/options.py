@@ -12,6 +12,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
+from inferscale.catalog_url import VARIABLE, WAYS, find_url
 from inferscale.config import (
     AUTO,
     DEFAULT_ORDER,
@@ -93,9 +94,42 @@ def encryption_key() -> EncryptionKey | None:
     return find_key(encryption_key_file())
 
 
+_CATALOG = "inferscale.catalog"
+
+
+def catalog_option(command: F) -> F:
+    """--catalog, which `catalog_url` reads."""
+    return click.option(
+        "--catalog",
+        metavar="URL",
+        expose_value=False,
+        callback=_keep_catalog,
+        help="PostgreSQL database that holds the facts instead of the data folder, so that several machines "
+        f"share them: postgresql://USER@HOST/DATABASE. Default: ${VARIABLE}; a password is best given there.",
+    )(command)
+
+
+def _keep_catalog(context: click.Context, parameter: click.Parameter, value: str | None) -> None:
+    context.meta[_CATALOG] = value
+
+
+def catalog_url() -> str | None:
+    """Of the command that runs; None: the catalog is a file of the data folder. Raises InvalidConfig."""
+    context = click.get_current_context(silent=True)
+    return find_url(None if context is None else context.meta.get(_CATALOG))
+
+
+def refuse_catalog_url(what: str, instead: str) -> None:
+    """For a command that works on the file of the data folder. Raises InvalidInput."""
+    if catalog_url() is not None:
+        raise InvalidInput(
+            f"{what} works on a data folder, and the catalog is in PostgreSQL ({WAYS}). {instead}"
+        )
+
+
 def memory_options(command: F) -> F:
-    """--data-dir, --encryption-key-file and --embedder."""
-    command = key_file_option(command)
+    """--data-dir, --catalog, --encryption-key-file and --embedder."""
+    command = catalog_option(key_file_option(command))
     command = click.option(
         "--embedder",
         metavar="MODEL",
@@ -197,7 +231,9 @@ def memory_config(data_dir: Path | None, embedder: str | None, *, has_engine: bo
     """has_engine: whether the command starts one. Without, a GPU is not worth the start of CUDA, and
     another process's engine may fill it."""
     folder, device = data_dir or default_data_dir(), AUTO if has_engine else "cpu"
-    return MemoryConfig(folder, embedder, device, encryption_key_file=encryption_key_file())
+    return MemoryConfig(
+        folder, embedder, device, encryption_key_file=encryption_key_file(), catalog=catalog_url()
+    )
 
 
 def read_api_key(variable: str | None, default: str) -> str | None:

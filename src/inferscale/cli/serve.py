@@ -8,16 +8,19 @@ import socket
 import sys
 import uuid
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, get_args
 
 import click
 
+from inferscale.catalog_url import VARIABLE as CATALOG_VARIABLE
 from inferscale.cli.engine import prepare_engine
 from inferscale.cli.options import (
     COUNT,
     POSITIVE,
     TAIL,
+    catalog_url,
     encryption_key,
     encryption_key_file,
     memory_options,
@@ -114,6 +117,13 @@ class Serve(click.Command):
     "and --stride are for fewer. 0: for all.",
 )
 @click.option(
+    "--neighbours",
+    type=POSITIVE,
+    default=_DEFAULT.neighbours,
+    show_default=True,
+    help="Facts said one after the other that stay together in a pass of --mixed.",
+)
+@click.option(
     "--injection-path",
     type=click.Choice(["auto", "fused", "portable"]),
     default=ConnectorConfig.injection_path,
@@ -187,8 +197,10 @@ def serve(model: str, vllm_flags: tuple[str, ...], print_command: bool, **given:
     Set VLLM_API_KEY to an API key to answer other machines; without one, only this machine is answered.
     vLLM's flag --api-key works too, but every user of the machine can read it in the process list.
     """
-    environment = dict(os.environ)
-    check_key(given["data_dir"] or default_data_dir())
+    environment, data_dir = dict(os.environ), given["data_dir"] or default_data_dir()
+    if (url := catalog_url()) is not None:
+        environment[CATALOG_VARIABLE] = url  # not into the command, which all users of the machine can read
+    check_catalog(data_dir, url)
     connector, server = settings_of(given)
     prepare_engine(verbose=False)  # for this process, which asks vLLM for the GPUs; the server's is as it was
     from inferscale.serve_command import serve_command
@@ -229,6 +241,7 @@ def settings_of(given: Mapping[str, Any]) -> tuple[ConnectorConfig, ServerConfig
         window=given["window"],
         stride=given["stride"],
         mixed=given["mixed"],
+        neighbours=given["neighbours"],
         top_k=given["top_k"],
         tail=str(given["tail"]),
         order=given["order"],
@@ -243,15 +256,19 @@ def settings_of(given: Mapping[str, Any]) -> tuple[ConnectorConfig, ServerConfig
     return connector, server
 
 
-def check_key(data_dir: Path) -> None:
+def check_catalog(data_dir: Path, url: str | None) -> None:
     """Refused here, not after the model was loaded."""
-    from inferscale.catalog import CATALOG_FILE
+    from inferscale.catalog import CATALOG_FILE, Catalog
     from inferscale.catalog.copies import check_key
 
     key = encryption_key()
     if key is not None:
         check_installed()
-    if (data_dir / CATALOG_FILE).is_file():
+    if url is not None:
+        with closing(Catalog(data_dir, key=key, url=url)) as catalog:
+            catalog.count_rows()
+        say(f"The catalog is {catalog.place}.")
+    elif (data_dir / CATALOG_FILE).is_file():
         check_key(data_dir / CATALOG_FILE, key)
 
 

@@ -1,16 +1,16 @@
 """The only place that knows vLLM's versions: reads its configuration and its layers into our own types.
 
-Checked against vLLM 0.25.1 (CUDA) and 0.32.0 (CPU). Whatever cannot be served is refused here, by
+Checked against vLLM 0.25.1 (CUDA), 0.29.0 and 0.32.0 (CPU). Whatever cannot be served is refused here, by
 name, at start-up.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +19,14 @@ import torch
 
 from inferscale.config import PoolDtype
 from inferscale.connector.layout import LayerCache
-from inferscale.errors import NotRelocatable, UnsupportedLayout
-from inferscale.rope import Rotary, rotary_from_config
+from inferscale.errors import UnsupportedLayout
 from inferscale.row_size import RowShape
 
 logger = logging.getLogger(__name__)
 
+OLDEST_RELEASE, NEWEST_RELEASE = (0, 25), (0, 32)
+"""Of vLLM, that were run; a newer one starts with a warning (`release_warning`)."""
+_WITHOUT_DRAFT_MODEL = ("ngram", "ngram_gpu", "suffix")
 _SAMPLE_BYTES = 65536
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -63,6 +65,11 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
                 "Keys and values of the model have different sizes; InferScale needs one size."
             )
     dtypes = {spec.dtype for spec in per_layer}
+    if not dtypes <= {torch.float32, torch.float16, torch.bfloat16}:
+        raise UnsupportedLayout(
+            f"The model's KV cache holds {', '.join(sorted(map(str, dtypes)))}; InferScale moves float32, "
+            "float16 and bfloat16 only. Start vLLM with --kv-cache-dtype bfloat16, or without the connector."
+        )
     if len(dtypes) != 1:
         raise UnsupportedLayout("The layers' KV caches differ in dtype; InferScale needs one dtype.")
     token = RowShape(tuple((spec.num_kv_heads, spec.head_size) for spec in per_layer))
@@ -82,7 +89,18 @@ def refuse_unsupported(vllm_config: Any) -> None:
             vllm_config.kv_transfer_config, "kv_load_failure_policy", "fail"
         )
         != "fail",
-        "speculative decoding": vllm_config.speculative_config is not None,
+        "models served for pooling": getattr(vllm_config.model_config, "runner_type", "generate")
+        == "pooling",
+        "weights that a trainer sends (weight_transfer_config)": getattr(
+            vllm_config, "weight_transfer_config", None
+        )
+        is not None,
+        "sleep mode on a GPU with vLLM before 0.29, which takes the pool's memory away": (
+            _sleep_takes_the_pool(vllm_config)
+        ),
+        f"speculative decoding with a draft model ({_method(vllm_config)}); ngram and suffix have none": (
+            _method(vllm_config) not in (None, *_WITHOUT_DRAFT_MODEL)
+        ),
         f"the KV cache dtype {vllm_config.cache_config.cache_dtype}": str(
             vllm_config.cache_config.cache_dtype
         ).startswith(("fp8", "int8", "nvfp4", "turboquant")),
@@ -92,6 +110,43 @@ def refuse_unsupported(vllm_config: Any) -> None:
             raise UnsupportedLayout(
                 f"InferScale does not support {name}. Start vLLM without it, or without the connector."
             )
+
+
+def _method(vllm_config: Any) -> str | None:
+    """Of speculative decoding; a draft model would have KV of its own, which nobody injects."""
+    speculative = vllm_config.speculative_config
+    return None if speculative is None else str(speculative.method)
+
+
+def _sleep_takes_the_pool(vllm_config: Any) -> bool:
+    """Up to 0.28, what a connector allocates at its start lies in the memory that vLLM gives back asleep."""
+    is_cpu = str(getattr(vllm_config.device_config, "device_type", "")) == "cpu"
+    is_on = bool(getattr(vllm_config.model_config, "enable_sleep_mode", False))
+    return is_on and not is_cpu and (release() or (0, 0)) < (0, 29)
+
+
+def release() -> tuple[int, int] | None:
+    """Of vLLM, as (major, minor); None for a build that names none."""
+    import vllm
+
+    numbers = re.match(r"(\d+)\.(\d+)", str(getattr(vllm, "__version__", "")))
+    found = (int(numbers[1]), int(numbers[2])) if numbers else None
+    return None if found in (None, (0, 0)) else found
+
+
+def release_warning() -> str | None:
+    """What to say at the start with a vLLM that InferScale was never run with; None for others."""
+    found = release()
+    if found is not None and OLDEST_RELEASE <= found <= NEWEST_RELEASE:
+        return None
+    import vllm
+
+    known = " to ".join(".".join(map(str, numbers)) for numbers in (OLDEST_RELEASE, NEWEST_RELEASE))
+    return (
+        f"vLLM {getattr(vllm, '__version__', 'of an unknown version')} was never run with InferScale, which "
+        f"knows {known}. Start-up probes the cache, and the self-check compares injected with prefilled "
+        "answers; where either fails, facts are refused or prefilled as text."
+    )
 
 
 def refuse_pool_dtype(vllm_config: Any, pool_dtype: PoolDtype) -> None:
@@ -137,71 +192,19 @@ def layer_caches(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> lis
     return layers
 
 
-def model_rotary(vllm_config: Any, layers: Sequence[LayerCache]) -> Rotary:
-    """The model's rotary embedding, checked against the engine's own tables. Raises NotRelocatable.
+def watch_weights(layers: Sequence[LayerCache], note: Callable[[], None]) -> None:
+    """Call `note` whenever vLLM has loaded weights into the model again (`reload_weights`): it then finishes
+    each attention layer as at the start (vllm/model_executor/model_loader/reload)."""
+    layer = layers[0].layer
+    finish = getattr(layer, "process_weights_after_loading", None)
+    if finish is None:
+        return
 
-    Those tables are in the rotary modules that stand beside the attention layers inside the model: all of
-    them must agree. Where a model keeps them elsewhere, one of the modules that vLLM built in this process
-    must agree (vllm/model_executor/layers/rotary_embedding/__init__.py, `_ROPE_DICT`); others there may
-    belong to other models.
-    """
-    head_dim = layers[0].head_dim
-    config = vllm_config.model_config.hf_text_config.to_dict()
-    beside = _rotaries_beside([layer.layer for layer in layers])
-    modules = beside or _rotaries_of_process(head_dim)
-    agreeing: list[Rotary] = []
-    refusal: NotRelocatable | None = None
-    for module in modules:
-        is_neox_style = bool(module.is_neox_style)
-        rotary = rotary_from_config(config, head_dim, interleaved=not is_neox_style)
-        try:
-            rotary.check_against_cache(module.cos_sin_cache, is_neox_style=is_neox_style)
-            agreeing.append(rotary)
-        except NotRelocatable as error:
-            refusal = error  # of the module built last, if several were: most likely this model's
-    if refusal is not None and (beside or not agreeing):
-        raise refusal
-    if not agreeing:
-        rotary_from_config(config, head_dim)  # names the variant where it knows it
-        raise NotRelocatable(
-            f"vLLM built no rotary embedding with head size {head_dim} for this model, so its keys cannot be "
-            "checked. Start vLLM without the connector."
-        )
-    if len({rotary.interleaved for rotary in agreeing}) > 1:
-        raise NotRelocatable(
-            "this process holds rotary embeddings of these frequencies in both pairing styles, and which one "
-            "is this model's cannot be seen. Start the model in a process of its own."
-        )
-    return agreeing[0]
+    def noted(*arguments: Any, **named: Any) -> Any:
+        note()
+        return finish(*arguments, **named)
 
-
-def _rotaries_beside(layers: Sequence[object]) -> list[Any]:
-    """Rotary modules that have a parent in common with one of these attention layers.
-
-    vLLM hands a connector its attention layers, but not the model. The layers' parents are found as what
-    refers to them: the dicts that hold the submodules of a module.
-    """
-    wanted = {id(layer) for layer in layers}
-    found: dict[int, Any] = {}
-    for parent in gc.get_referrers(*layers):
-        if isinstance(parent, dict) and any(id(child) in wanted for child in parent.values()):
-            found.update((id(child), child) for child in parent.values() if _is_rotary(child))
-    return list(found.values())
-
-
-def _rotaries_of_process(head_dim: int) -> list[Any]:
-    from vllm.model_executor.layers import rotary_embedding
-
-    known = getattr(rotary_embedding, "_ROPE_DICT", {})
-    return [module for module in known.values() if getattr(module, "head_size", None) == head_dim]
-
-
-def _is_rotary(module: object) -> bool:
-    return (
-        isinstance(module, torch.nn.Module)
-        and hasattr(module, "is_neox_style")
-        and isinstance(getattr(module, "cos_sin_cache", None), torch.Tensor)
-    )
+    layer.process_weights_after_loading = noted
 
 
 def model_fingerprint(vllm_config: Any) -> str:

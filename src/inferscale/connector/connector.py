@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from inferscale.config import connector_config
 from inferscale.connector import compat
 from inferscale.connector.disk_formats import remove_unused
+from inferscale.connector.loaded_rotary import model_rotary
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.scheduler import SchedulerSide
 from inferscale.connector.tiering import open_tiering
@@ -80,6 +81,9 @@ class InferScaleConnector(KVConnectorBase_V1):
         assert self.config.runtime_dir is not None
         self._runtime_dir = open_runtime_dir(self.config.runtime_dir)
         share_engine_log()
+        warning = compat.release_warning()
+        if warning is not None and role == KVConnectorRole.SCHEDULER:
+            logger.warning("%s", warning)
         with recorded(self._runtime_dir):
             compat.refuse_pool_dtype(vllm_config, self.config.pool_dtype)
             self._cache = compat.cache_shape(vllm_config, kv_cache_config)
@@ -233,12 +237,13 @@ class InferScaleConnector(KVConnectorBase_V1):
         self.worker = WorkerSide(
             self.config,
             layers,
-            compat.model_rotary(self._vllm_config, layers),
+            model_rotary(self._vllm_config, layers),
             self._cache.num_blocks,
             self._cache.block_size,
             lambda: compat.free_bytes_per_worker(self._vllm_config, layers[0].cache.device),
             self._opened_store() if self.config.disk_bytes else None,
         )
+        compat.watch_weights(layers, self.worker.note_new_weights)
         # Both sides count pages by this size: orders must not name rows that a worker does not have.
         size = self.worker.slab.format.row_bytes
         if size != self._format.row_bytes:

@@ -19,7 +19,8 @@ class StepOrders:
 
     step: number that the workers report back; 0 when nothing is captured. averaging: second captures, of what
     their rows then hold the mean. failed_blocks: blocks
-    that were promised and cannot be written; the workers report them as load errors.
+    that were promised and cannot be written; the workers report them as load errors. weights: how often the
+    model had got other weights when this was ordered.
     """
 
     step: int = 0
@@ -29,18 +30,21 @@ class StepOrders:
     zero_pages: Int32Array | None = None
     failed_blocks: list[int] = field(default_factory=list)
     tiers: TierOrders | None = None
+    weights: int = 0
 
 
 @dataclass
 class StepReport:
     """Which steps the workers have carried out, and which of those had a failed capture.
 
-    tiers: what was done below the pool since the last report, in whichever step it was ordered.
+    tiers: what was done below the pool since the last report, in whichever step it was ordered. weights: how
+    often the model has got other weights since the start.
     """
 
     done: set[int] = field(default_factory=set)
     failed_captures: set[int] = field(default_factory=set)
     tiers: TierAnswers = field(default_factory=TierAnswers)
+    weights: int = 0
 
     def merge(self, other: StepReport) -> StepReport:
         """One report for all tensor-parallel ranks; a capture that failed anywhere has failed."""
@@ -48,4 +52,5 @@ class StepReport:
             self.done | other.done,
             self.failed_captures | other.failed_captures,
             self.tiers.merge(other.tiers),
+            max(self.weights, other.weights),
         )

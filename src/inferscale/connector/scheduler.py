@@ -18,25 +18,31 @@ wraps every hook; see `connector.py`.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import secrets
 import time
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from inferscale.adapters import model_with_adapter
 from inferscale.connector.captures import Captures, Capturing
 from inferscale.connector.locate import NO_RUN, Run, leading_run, locate
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.state import Counters, RequestState, outcome_of, sizes_of
 from inferscale.connector.tiering import Tiering, Wait
 from inferscale.errors import PlanRejected
-from inferscale.plan import Order, Plan, from_wire, salt_of
+from inferscale.plan import OTHER_MODEL, Order, Plan, from_wire, salt_of
 from inferscale.pool.moves import Moves, MovesBuilder
 from inferscale.pool.table import PageTable
 
 logger = logging.getLogger(__name__)
 
+ADAPTER_UNKNOWN = (
+    "the LoRA adapter was reloaded in place, or its files are not on this machine; load it under a new name"
+)
 STALE = "memory of this scope changed after the plan was made"
 _FACT = "f"  # in the kinds of `Segments`
 MAX_OUTCOMES = 4096
@@ -73,6 +79,7 @@ class SchedulerSide:
         self._claims: dict[str, tuple[Run, Any]] = {}
         self._captures = Captures(table, tiering, self.counters, block_size)
         self._epochs: dict[str, int] = {}
+        self._weights = 0  # how often the model has got other ones, as the workers tell
 
     # match ------------------------------------------------------------------------------------
 
@@ -149,6 +156,16 @@ class SchedulerSide:
             self._followed[request_id] = state
         return state
 
+    def _model_of(self, request: Any) -> str | None:
+        """What the request's plan must name as its model: KV of one adapter is never another's. None for an
+        adapter that cannot be told from what it was, or from others."""
+        adapter = getattr(request, "lora_request", None)
+        if adapter is None:
+            return self.model
+        if getattr(adapter, "load_inplace", False):
+            return None
+        return model_with_adapter(self.model, adapter.lora_name, adapter.lora_int_id, adapter.lora_path)
+
     def _is_stale(self, plan: Plan) -> bool:
         return plan.epoch < self._epochs.get(plan.scope, 0)
 
@@ -159,9 +176,12 @@ class SchedulerSide:
         prompt_ids = request.prompt_token_ids
         if plan.order is not None:
             return state
-        if plan.model != self.model:
+        model = self._model_of(request)
+        if model is None:
+            state.reason = ADAPTER_UNKNOWN
+        elif plan.model != model:
             self.counters.plans_rejected += 1
-            state.reason = "the plan was made for another model"
+            state.reason = OTHER_MODEL
         elif self._is_stale(plan):
             self.counters.plans_stale += 1
             state.reason = STALE
@@ -171,8 +191,6 @@ class SchedulerSide:
             # Without the salt, injected blocks would be found by exact requests.
             self.counters.plans_rejected += 1
             state.reason = "the request's cache_salt is not the plan's"
-        elif getattr(request, "lora_request", None) is not None:
-            state.reason = "the request uses a LoRA adapter; facts are encoded without one"
         elif getattr(request, "mm_features", None) or getattr(request, "prompt_embeds", None) is not None:
             state.reason = "the prompt has images, audio, video or embeddings"
         else:
@@ -201,7 +219,7 @@ class SchedulerSide:
         if state.plan.order is None:
             self._count_use(state, run)
             state.note_claim(num_external)
-            self._publish(state.plan.id, state)
+            self._publish(state, state)
 
     def _count_use(self, state: RequestState, run: Run) -> None:
         counters, placement = self.counters, state.placement
@@ -233,6 +251,7 @@ class SchedulerSide:
         self._claims.clear()
         # Only captures need a report; a step without tokens is not even reported by every model runner.
         orders.step = self._captures.close()
+        orders.weights = self._weights
         return orders
 
     def _build_injection(self, scheduler_output: Any) -> Moves | None:
@@ -342,6 +361,24 @@ class SchedulerSide:
         if self.tiering is not None and report.tiers:
             self.tiering.complete(report.tiers)
         self._captures.complete(report)
+        if report.weights > self._weights:
+            self._renew(report.weights)
+
+    def _renew(self, weights: int) -> None:
+        """The model has other weights: nothing that was computed before counts any more, and plans must name
+        it anew. The name is one that no other start or reload has: which weights these are is not known."""
+        logger.warning("The model has got other weights: the pool is emptied, and facts are encoded anew")
+        self._weights = weights
+        self.counters.weight_reloads += 1
+        self.model = hashlib.blake2b(
+            secrets.token_bytes(16) + self.model.encode(), digest_size=16
+        ).hexdigest()
+        for state in self._requests.values():
+            if state.plan.order is None:
+                state.can_inject = state.can_capture = False
+                state.reason = OTHER_MODEL
+        self._followed = {name: state for name, state in self._followed.items() if state.is_followed}
+        self.reset()
 
     # finish -----------------------------------------------------------------------------------
 
@@ -355,10 +392,14 @@ class SchedulerSide:
             return None
         self._followed.pop(request.request_id, None)
         outcome = outcome_of(state, self.table)
-        self._publish(state.plan.id, outcome)
+        self._publish(state, outcome)
         return outcome
 
-    def _publish(self, plan_id: str, outcome: dict[str, Any] | RequestState) -> None:
+    def _publish(self, state: RequestState, outcome: dict[str, Any] | RequestState) -> None:
+        """Of several requests with one plan (`n` above 1) the first counts: the others find its blocks."""
+        plan_id = state.plan.id
+        if self.outcomes.get(plan_id, state) is not state:
+            return
         self.outcomes[plan_id] = outcome
         self.outcomes.move_to_end(plan_id)
         while len(self.outcomes) > MAX_OUTCOMES:

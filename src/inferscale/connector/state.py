@@ -93,6 +93,7 @@ class Counters:
     captures_without_first: int = 0
     captures_failed: int = 0
     preemptions: int = 0
+    weight_reloads: int = 0
     internal_errors: int = 0
 
 

@@ -33,6 +33,10 @@ from inferscale.row_size import RowShape
 logger = logging.getLogger(__name__)
 
 
+class _OtherWeights(Exception):
+    """The model's weights are not those that the orders of a step are for."""
+
+
 class WorkerSide:
     """The pool of one worker.
 
@@ -59,6 +63,7 @@ class WorkerSide:
         self.block_size = block_size
         self.failed_blocks: set[int] = set()
         self._report = StepReport()
+        self._weights = self._told_weights = 0  # how often the model has got other ones
         self._cache_tokens = num_blocks * block_size
         self._layouts = self._probe(num_blocks)
         self.slab = self._allocate(free_bytes())
@@ -130,10 +135,17 @@ class WorkerSide:
 
     # one step ---------------------------------------------------------------------------------
 
+    def note_new_weights(self) -> None:
+        """The model has got other weights: what the pool holds is no longer what it would compute."""
+        self._weights += 1
+
     def before_forward(self, orders: StepOrders) -> None:
         """Inject and zero freed pages. An error marks the blocks as failed; vLLM fails the requests."""
         self.failed_blocks.update(orders.failed_blocks)
-        if orders.injection is not None:
+        if orders.injection is not None and orders.weights != self._weights:
+            logger.warning("The model has got other weights; requests that were to inject KV of before fail")
+            self._fail(orders.injection)
+        elif orders.injection is not None:
             try:
                 self.mover.inject(orders.injection)
             except Exception:  # a wrong answer is worse than a failed request
@@ -157,6 +169,8 @@ class WorkerSide:
         saves = [] if orders.tiers is None else orders.tiers.saves
         if orders.capture is not None or orders.averaging is not None:
             try:
+                if orders.weights != self._weights:
+                    raise _OtherWeights("the keys name those of before")
                 if orders.capture is not None:
                     self.mover.capture(orders.capture)
                 if orders.averaging is not None:
@@ -174,8 +188,9 @@ class WorkerSide:
         answers = None if self.lower is None else self.lower.take_answers()
         if answers is not None:
             self._report.tiers = self._report.tiers.merge(answers)
-        if not self._report.done and not self._report.tiers:
+        if not self._report.done and not self._report.tiers and self._told_weights == self._weights:
             return None
+        self._report.weights = self._told_weights = self._weights
         report, self._report = self._report, StepReport()
         return report
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from inferscale.catalog_url import VARIABLE as CATALOG_VARIABLE
 from inferscale.config import (
     KV_FOLDER,
     ConnectorConfig,
@@ -15,12 +16,13 @@ from inferscale.config import (
     default_data_dir,
     from_mapping,
 )
+from inferscale.encryption import KEY_VARIABLE
 from inferscale.errors import InvalidConfig
 from inferscale.serve_command import Flags, ServeCommand, check_command, serve_command
 
 REPLICA, FRONT = "Replica", "Front"
 """Names of the deployments."""
-NEEDED = ("VLLM_API_KEY", "INFERSCALE_ENCRYPTION_KEY", "INFERSCALE_CATALOG")
+NEEDED = ("VLLM_API_KEY", KEY_VARIABLE, CATALOG_VARIABLE)
 """Variables that decide who is answered and where facts are stored; Ray shows settings to all who see it."""
 APP = "inferscale.deployment.ray_serve:app"
 _LISTENS = "Serve's proxy listens, not the replicas (http_options in Serve's file says where)"

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from inferscale.catalog import CATALOG_FILE, CatalogTraces
+from inferscale.catalog.opening import open_existing
 from inferscale.encryption import EncryptionKey
-from inferscale.errors import InvalidInput
 from inferscale.facts import Scope
 from inferscale.pool.sealing import Sealing
 
@@ -45,14 +45,21 @@ class Finding(NamedTuple):
 _SEALED_PAGES = Finding(
     CATALOG_FILE, "free pages", None, "the file is encrypted; SQLite overwrites them before it encrypts them"
 )
+_SERVER_FILES = Finding(
+    "PostgreSQL",
+    "files of the server",
+    None,
+    "deleted rows stay in them until VACUUM, and in its log and backups",
+)
 
 
 class Audit(NamedTuple):
     """All places, in the order in which they were looked at. is_known: whether anything was ever stored under
-    the scope in this folder."""
+    the scope there. place: of the catalog."""
 
     findings: tuple[Finding, ...]
     is_known: bool = True
+    place: str = ""
 
     @property
     def is_clean(self) -> bool:
@@ -75,17 +82,15 @@ def audit(
     texts: Sequence[str] = (),
     server: Numbers | None = None,
     key: EncryptionKey | None = None,
+    url: str | None = None,
 ) -> Audit:
     """Look for traces of a scope, which is not empty.
 
     texts: former texts of its facts. server: what a running server says of the scope. key: of an encrypted
-    folder, whose free pages nobody can tell from others. Raises InvalidInput
-    where the folder holds no catalog.
+    folder, whose free pages nobody can tell from others. url: of a catalog in PostgreSQL, whose files are not
+    looked at. Raises InvalidInput where the folder holds no catalog.
     """
-    path = data_dir / CATALOG_FILE
-    if not path.is_file():
-        raise InvalidInput(f"{data_dir} holds no memory ({CATALOG_FILE}); give the data folder of one.")
-    catalog = CatalogTraces(path, key)
+    catalog = CatalogTraces(open_existing(data_dir, key, url))
     try:
         findings = list(_tables(catalog, scope))
         is_known = catalog.is_known(scope)
@@ -94,7 +99,10 @@ def audit(
         said = [text for text in texts if catalog.is_said(text)]
     finally:
         catalog.close()
-    findings.append(_free_pages(path) if key is None else _SEALED_PAGES)
+    if url is not None:
+        findings.append(_SERVER_FILES)
+    else:
+        findings.append(_free_pages(data_dir / CATALOG_FILE) if key is None else _SEALED_PAGES)
     findings += _texts(data_dir, texts, said)
     if kv:
         findings.append(Finding(KV_FOLDER, "segments of the scope's facts", len(of_scope & kv.keys())))
@@ -107,7 +115,7 @@ def audit(
         findings.append(Finding("server", "facts", server.facts))
         note = "" if server.injectable is not None else "the server does not say"
         findings.append(Finding("server", "facts in its pool", server.injectable, note))
-    return Audit(tuple(findings), is_known)
+    return Audit(tuple(findings), is_known, catalog.place)
 
 
 def _tables(catalog: CatalogTraces, scope: Scope) -> Iterator[Finding]:

@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from inferscale.catalog import CATALOG_FILE
 from inferscale.catalog.next_vectors import NextVectors, Progress
+from inferscale.catalog.opening import open_existing
 from inferscale.catalog.rows import EmbedderIdentity
 from inferscale.encryption import EncryptionKey
-from inferscale.errors import InvalidInput
 from inferscale.facts import Turn, Wording
 from inferscale.retrieval import Embedder
 from inferscale.search import embedding_text
@@ -37,17 +36,16 @@ def reembed(
     progress: Callable[[Progress], object] = lambda progress: None,
     batch_facts: int = BATCH_FACTS,
     key: EncryptionKey | None = None,
+    url: str | None = None,
 ) -> Reembedded:
     """Embed every fact of a folder with another embedder and switch to it.
 
     May be killed and called again: it goes on where it was. Facts that are added, changed or deleted
-    meanwhile are seen to. key: of an encrypted folder. Raises InvalidInput for a folder without memory,
-    CatalogError where another re-embedding is begun beside this one.
+    meanwhile are seen to. key: of an encrypted folder. url: of a catalog in PostgreSQL. Raises InvalidInput
+    for a folder without memory, CatalogError where another re-embedding is begun beside this one.
     """
-    path = data_dir / CATALOG_FILE
-    if not path.is_file():
-        raise InvalidInput(f"{data_dir} holds no memory ({CATALOG_FILE}); give the data folder of one.")
-    vectors = NextVectors(path, EmbedderIdentity(embedder.name, embedder.dim), key)
+    database = open_existing(data_dir, key, url)
+    vectors = NextVectors(database, EmbedderIdentity(embedder.name, embedder.dim))
     try:
         num_embedded, is_new = 0, vectors.begin()
         if is_new:

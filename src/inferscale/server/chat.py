@@ -21,12 +21,15 @@ from inferscale.server.ask import MemoryAsk
 from inferscale.server.engine import tool_dicts
 from inferscale.server.keys import Caller
 from inferscale.server.service import MemoryService
+from inferscale.server.sides import Side
 
 logger = logging.getLogger(__name__)
 
 _ANSWER_TOKENS = 512
 """Room that facts leave for an answer whose length the caller does not limit."""
 _FAILED = "the engine failed the chat with injected facts; they were prefilled as text"
+_BEAMS = "vLLM's beam search sends its prompts without a plan; facts are prefilled as text"
+_NO_ACCOUNT = "the engine gave no account of the chat's plan"
 _CHANGES_RENDERING = frozenset(
     ("chat_template", "documents", "continue_final_message", "add_generation_prompt", "add_special_tokens",
      "reasoning_effort", "mm_processor_kwargs", "media_io_kwargs", "echo", "truncate_prompt_tokens",
@@ -59,6 +62,8 @@ class Turn:
     is_talk: bool = False
     """Something was said before this question."""
     caller_salt: str = ""
+    side: Side | None = None
+    """Of the model that the chat names; known once its memory is searched."""
 
     @property
     def wants_answer(self) -> bool:
@@ -82,13 +87,16 @@ async def begin(service: MemoryService, caller: Caller, body: dict[str, Any], as
     mode = ask.mode if service.injects or ask.mode != "inject" else "text"
     if mode == "none":
         return turn
+    has_beams = mode == "inject" and bool(body.get("use_beam_search"))
+    mode = "text" if has_beams else mode
     params, salt = body.get("kv_transfer_params"), body.get("cache_salt")
     if not isinstance(params, dict | None) or not (salt is None or (isinstance(salt, str) and salt)):
         turn.reason = "kv_transfer_params or cache_salt cannot be read"
         return turn
     caller_salt = salt or ""
+    side = turn.side = await service.sides.of(body.get("model"))
     try:
-        draft = service.planner.prompts.draft(messages or (), template_kwargs=_template_kwargs(body))
+        draft = side.planner.prompts.draft(messages or (), template_kwargs=_template_kwargs(body))
         prepared = await service.prepare(
             draft,
             caller,
@@ -100,12 +108,13 @@ async def begin(service: MemoryService, caller: Caller, body: dict[str, Any], as
             caller_salt,
             ask.within,
             ask.order,
+            side,
         )
     except InvalidInput as error:  # vLLM says what is wrong, or can do what memory cannot
         turn.reason = str(error)
         return turn
     turn.prepared, turn.draft, turn.caller_salt = prepared, draft, caller_salt
-    turn.reason = prepared.reason
+    turn.reason = _BEAMS if has_beams else prepared.reason
     if ask.mode == "inject" and service.verdict.is_refusal:
         turn.reason = service.verdict.refusal
         service.metrics.refused_chats.inc()
@@ -124,9 +133,10 @@ def again_as_text(service: MemoryService, turn: Turn, body: dict[str, Any]) -> N
 
 
 def _write(service: MemoryService, turn: Turn, body: dict[str, Any]) -> None:
-    prepared, draft, caller_salt = turn.prepared, turn.draft, turn.caller_salt
+    prepared, draft, side, caller_salt = turn.prepared, turn.draft, turn.side, turn.caller_salt
     assert prepared is not None
     assert draft is not None
+    assert side is not None
     front, tail = facts_of(prepared.choice.front), facts_of(prepared.choice.tail)
     params = dict(body.get("kv_transfer_params") or {})
     if service.front.accepts_ids and not _CHANGES_RENDERING & {
@@ -134,10 +144,11 @@ def _write(service: MemoryService, turn: Turn, body: dict[str, Any]) -> None:
     }:
         params["prompt_token_ids"] = list(prepared.prompt.token_ids)
     if prepared.plan is not None:
-        params |= to_wire(prepared.plan, service.engine.secret)
-        body["cache_salt"] = salt_of(prepared.plan, service.engine.secret)
+        params |= to_wire(prepared.plan, side.engine.secret)
+        body["cache_salt"] = salt_of(prepared.plan, side.engine.secret)
     else:
-        body["cache_salt"] = service.text_salt(turn.caller, turn.ask.scope, prepared.epoch, caller_salt)
+        given = (turn.caller, turn.ask.scope, prepared.epoch, caller_salt)
+        body["cache_salt"] = service.text_salt(side, *given)
     if params:
         body["kv_transfer_params"] = params
     body["messages"] = draft.rewritten(body["messages"], front, tail)
@@ -156,7 +167,8 @@ async def use_of(service: MemoryService, turn: Turn, usage: Mapping[str, Any] | 
         cached = ((usage or {}).get("prompt_tokens_details") or {}).get("cached_tokens") or 0
     if prepared is not None:
         missing = prepared.num_missing_tokens + prepared.num_lost_tokens(injected + int(cached))
-    turn.reason = outcome.get("reason") or outcome.get("rejected") or turn.reason
+    unknown = _NO_ACCOUNT if plan_id is not None and not outcome else None
+    turn.reason = outcome.get("reason") or outcome.get("rejected") or turn.reason or unknown
     use: dict[str, Any] = {
         "mode": turn.ask.mode if service.injects or turn.ask.mode != "inject" else "text",
         "facts": [] if prepared is None else _used(prepared),
@@ -229,10 +241,11 @@ async def _keep(service: MemoryService, turn: Turn) -> None:
     plan = None if turn.prepared is None else turn.prepared.plan
     if plan is None or turn.draft is None or turn.reason is not None or not turn.is_talk:
         return
+    assert turn.side is not None
     answer = "".join(turn.answer)
     foretold = answer if answer.strip() and not turn.has_calls else None
     try:
-        await service.keep_turn(turn.draft, plan, turn.caller, turn.ask.scope, foretold)
+        await service.keep_turn(turn.side, turn.draft, plan, turn.caller, turn.ask.scope, foretold)
     except InferScaleError as error:
         logger.warning("The turns of a chat are not encoded: %s", type(error).__name__)
     except Exception:  # the answer is out; this is the root of what follows it

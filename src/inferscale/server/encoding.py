@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
 from functools import partial
+from typing import NamedTuple
 
 from inferscale.chat_plan import Residents, digest_of
 from inferscale.conversation import Conversation
@@ -27,14 +28,28 @@ logger = logging.getLogger(__name__)
 
 _PART_TOKENS = 128
 """Of a pass that chats may have to wait for."""
-Passes = list[tuple[EncodeJob, ...]]
-"""Each with its jobs, in the order in which they run one after the other (`in_pairs`)."""
+Jobs = tuple[EncodeJob, ...]
+"""Of one pass, in the order in which they run one after the other (`in_pairs`)."""
 
 _HEAD_IS_ENCODED = "the system text is being encoded"
 
 
+class Pass(NamedTuple):
+    """encode: of the `Encoding` whose pass it is."""
+
+    encode: Callable[[Jobs], Awaitable[None]]
+    jobs: Jobs
+
+
+async def _run(one: Pass) -> None:
+    await one.encode(one.jobs)
+
+
 class Encoding:
-    """Methods are to be called in one event loop, but for those that say otherwise."""
+    """Of one model. Methods are to be called in one event loop, but for those that say otherwise.
+
+    gate: that of another one, so that passes of both run behind it.
+    """
 
     def __init__(
         self,
@@ -44,10 +59,14 @@ class Encoding:
         engine: EngineSide,
         threads: Threads,
         metrics: Metrics,
+        gate: Gate[Pass] | None = None,
     ) -> None:
-        self.gate: Gate[tuple[EncodeJob, ...]] = Gate(self._encode)
+        self.gate: Gate[Pass] = gate or Gate(_run)
         self.is_off = False
         """Nothing is encoded: no use is made of it."""
+        self._front = front
+        self._residency = residency
+        self._of_adapters: list[Encoding] = []
         self._encoder = encoder
         self._engine = engine
         self._threads = threads
@@ -59,6 +78,27 @@ class Encoding:
         self._loop = asyncio.get_running_loop()
         self._caches_prefixes = front.caches_prefixes
         self._part_tokens = -(-_PART_TOKENS // front.block_size) * front.block_size
+
+    def renewed(self, encoder: Encoder, engine: EngineSide) -> Encoding:
+        """In the place of this one, behind the same gate, for the same facts under another model."""
+        given = (self._front, encoder, self._residency, engine, self._threads, self._metrics, self.gate)
+        made = Encoding(*given)
+        made.is_off = self.is_off
+        return made
+
+    def for_adapter(self, encoder: Encoder, engine: EngineSide) -> Encoding:
+        """Beside this one: what this one forgets, that one does."""
+        made = self.renewed(encoder, engine)
+        self._of_adapters.append(made)
+        return made
+
+    def _put(
+        self, name: str, choose: Callable[[], Awaitable[list[Jobs]]], *, is_urgent: bool = False
+    ) -> None:
+        async def passes() -> list[Pass]:
+            return [Pass(self._encode, jobs) for jobs in await choose()]
+
+        self.gate.put(f"{self._encoder.model} {name}", passes, is_urgent=is_urgent)
 
     # --- what is in the pool -----------------------------------------------------------------
 
@@ -82,19 +122,22 @@ class Encoding:
         if head_key in there or not there:
             return Residents(there)
 
-        async def head_job() -> Passes:
+        async def head_job() -> list[Jobs]:
             return [(self._encoder.head_job(head),)]
 
-        self._loop.call_soon_threadsafe(partial(self.gate.put, f"head {head_key}", head_job, is_urgent=True))
+        self._loop.call_soon_threadsafe(partial(self._put, f"head {head_key}", head_job, is_urgent=True))
         return Residents(frozenset(), _HEAD_IS_ENCODED)
 
     def strays(self) -> list[str]:
         """Keys on disk that no fact has. In a thread. Raises EngineError."""
-        return self._jobs.strays()
+        of_everybody = {other._encoder.anchor_key for other in self._of_adapters}
+        return [key for key in self._jobs.strays() if key not in of_everybody]
 
     def forget_turns(self, scopes: Iterable[Scope]) -> list[str]:
         """Keys of the turns of these scopes, whose KV is to be forgotten; what waits of them does not run."""
-        return self._turns.forget(scopes)
+        scopes = list(scopes)
+        books = [self._turns, *(other._turns for other in self._of_adapters)]
+        return [key for book in books for key in book.forget(scopes)]
 
     # --- what is to be encoded ---------------------------------------------------------------
 
@@ -104,51 +147,51 @@ class Encoding:
         if self.is_off:
             return
         self._new.setdefault(scope, set()).update(fact.id for fact in facts)
-        self.gate.put(f"new {digest_of(scope)}", lambda: self._new_jobs(scope))
+        self._put(f"new {digest_of(scope)}", lambda: self._new_jobs(scope))
 
     def put_missing(self, scope: Scope, fact_ids: Set[str]) -> None:
         """Facts that a chat of this scope found without KV."""
         if self.is_off:
             return
         self._missing.setdefault(scope, set()).update(fact_ids)
-        self.gate.put(f"repair {digest_of(scope)}", lambda: self._repair_jobs(scope))
+        self._put(f"repair {digest_of(scope)}", lambda: self._repair_jobs(scope))
 
     def put_turns(self, conversation: Conversation) -> None:
         if self.is_off:
             return
         self._turns.put(conversation)
-        self.gate.put("turns", self._turn_jobs)
+        self._put("turns", self._turn_jobs)
 
     def put_all(self, scope: Scope) -> None:
         """What is not in the pool, as far as it has room."""
         if self.is_off:
             return
-        self.gate.put(f"warm {digest_of(scope)}", lambda: self._warm_jobs(scope))
+        self._put(f"warm {digest_of(scope)}", lambda: self._warm_jobs(scope))
 
-    async def _warm_jobs(self, scope: Scope) -> Passes:
+    async def _warm_jobs(self, scope: Scope) -> list[Jobs]:
         return in_pairs(await self._threads.run(self._jobs.to_warm, scope))
 
-    async def _new_jobs(self, scope: Scope) -> Passes:
+    async def _new_jobs(self, scope: Scope) -> list[Jobs]:
         """For all that were stored or changed so far, and what was said right behind them."""
         fact_ids = self._new.pop(scope, set())
         plan = partial(self._encoder.new_jobs, scope, fact_ids, with_followers=True)
         return in_pairs(await self._threads.run(plan))
 
-    async def _repair_jobs(self, scope: Scope) -> Passes:
+    async def _repair_jobs(self, scope: Scope) -> list[Jobs]:
         """For all that chats of this scope have missed so far."""
         missing = self._missing.pop(scope, set())
         return in_pairs(await self._threads.run(self._jobs.for_repair, scope, missing))
 
-    async def _turn_jobs(self) -> Passes:
+    async def _turn_jobs(self) -> list[Jobs]:
         """Of one conversation at a time, so that new facts do not wait for all of them."""
         conversation = self._turns.take()
         if self._turns.num_waiting:
-            self.gate.put("turns", self._turn_jobs)
+            self._put("turns", self._turn_jobs)
         if conversation is None:
             return []
         return in_pairs(await self._threads.run(self._jobs.for_turns, conversation))
 
-    async def _encode(self, jobs: tuple[EncodeJob, ...]) -> None:
+    async def _encode(self, jobs: Jobs) -> None:
         """One pass, in one direction after the other; in parts where chats come and go: each finds the one
         before in vLLM's prefix cache. Where a deletion has overtaken it, its facts are planned again."""
         in_parts = self.gate.has_company and self._caches_prefixes

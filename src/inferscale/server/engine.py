@@ -44,6 +44,13 @@ class Front:
     model_config: Any
     args: Any
     vllm_config: Any = None
+    models: Any = None
+    """vLLM's book of what it serves."""
+
+    def adapter(self, name: object) -> Any:
+        """vLLM's request for the LoRA adapter that is served under this name; None where there is none."""
+        known = getattr(self.models, "lora_requests", None)
+        return known.get(name) if isinstance(known, dict) and isinstance(name, str) else None
 
     @property
     def cors(self) -> dict[str, Any]:
@@ -89,6 +96,7 @@ def front_of(state: Any) -> Front:
         model_config=config.model_config,
         args=args,
         vllm_config=config,
+        models=getattr(state, "openai_serving_models", None),
     )
 
 
@@ -131,14 +139,22 @@ def _content_format(front: Front, tokenizer: Any, template: str | None) -> Conte
 
 
 class EngineSide:
-    """Runs what is no chat: encode passes and orders, as requests of one token."""
+    """Runs what is no chat: encode passes and orders, as requests of one token.
 
-    def __init__(self, client: Any, model: str, secret: bytes) -> None:
+    adapter: vLLM's request for the LoRA adapter that all but orders run under.
+    """
+
+    def __init__(self, client: Any, model: str, secret: bytes, adapter: Any = None) -> None:
         self.model = model
         self.secret = secret
         self._client = client
+        self._under = {} if adapter is None else {"lora_request": adapter}
         self._start = uuid.uuid4().hex[:8]  # several API processes share the engine
         self._numbers = itertools.count(1)
+
+    def under(self, adapter: Any, model: str) -> EngineSide:
+        """The same engine under another adapter or none, with the model that plans then name."""
+        return EngineSide(self._client, model, self.secret, adapter)
 
     async def run(self, token_ids: tuple[int, ...], plan: Plan) -> dict[str, Any]:
         """The connector's outcome of a request with this plan. Raises EngineError without one."""
@@ -153,7 +169,8 @@ class EngineSide:
         prompt = {"prompt_token_ids": list(token_ids), "cache_salt": salt_of(plan, self.secret)}
         name = f"inferscale-{self._start}-{next(self._numbers)}"
         found: dict[str, Any] | None = None
-        async for output in self._client.generate(prompt, params, name):
+        under = {} if plan.order is not None else self._under
+        async for output in self._client.generate(prompt, params, name, **under):
             if output.finished:
                 found = (output.kv_transfer_params or {}).get(WIRE_KEY)
         if found is None:

@@ -35,7 +35,7 @@ class Forgetting:
     ) -> None:
         self._memory = memory
         self._engine = engine
-        self._encoding = encoding
+        self.encoding = encoding
         self._threads = threads
         self._metrics = metrics
         self._watching: asyncio.Task[None] | None = None
@@ -46,7 +46,7 @@ class Forgetting:
 
         Earlier turns go too: what was deleted may have been said in them, or be quoted in an answer.
         """
-        keys = [*keys, *self._encoding.forget_turns(item.scope for item in epochs)]
+        keys = [*keys, *self.encoding.forget_turns(item.scope for item in epochs)]
         if not keys and not epochs:
             return
         await asyncio.shield(self._tell(keys, epochs))
@@ -113,7 +113,7 @@ class Forgetting:
     async def _forget_strays(self) -> None:
         """Nothing of it can be reached."""
         self._is_compared = True
-        strays = await self._threads.run(self._encoding.strays)
+        strays = await self._threads.run(self.encoding.strays)
         if strays:
             logger.info("%d segments on disk belong to no fact and are removed", len(strays))
             await self._order(strays, ())

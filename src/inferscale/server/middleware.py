@@ -114,7 +114,7 @@ class MemoryMiddleware:
                 service.load_embedder()
                 service.begin()
                 self.service = service
-                logger.info("Memory is served from %s", service.memory.catalog.path.parent)
+                logger.info("Memory is served from %s", service.memory.catalog.place)
             return self.service
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:

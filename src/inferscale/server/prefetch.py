@@ -51,7 +51,7 @@ class Prefetch:
         threads: Threads,
     ) -> None:
         self._is_on = bool(front.connector.host_bytes or front.connector.disk_bytes)
-        self._encoder = encoder
+        self.encoder = encoder
         self._residency = residency
         self._engine = engine
         self._threads = threads
@@ -96,7 +96,7 @@ class Prefetch:
     async def _prefetch(self, scope: Scope, asked: _Asked) -> None:
         def choose() -> Order | None:
             return prefetch_order(
-                self._encoder, self._residency, scope, asked.fact_ids, with_newest=asked.with_newest
+                self.encoder, self._residency, scope, asked.fact_ids, with_newest=asked.with_newest
             )
 
         try:

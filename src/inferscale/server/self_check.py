@@ -31,7 +31,7 @@ async def _checked(front: Front, engine: EngineSide, encoder: Encoder, memory: M
     checking = at_start(
         front.connector.self_check,
         subject_of(front.vllm_config, engine.model, encoder.prompts.data_ids(TEXT)),
-        memory.catalog.path.parent,
+        memory.data_dir,
         conditions_of(front.vllm_config, front.connector, engine.model),
     )
     try:

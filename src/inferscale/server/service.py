@@ -15,21 +15,20 @@ from dataclasses import replace
 from typing import Any
 
 from inferscale.catalog.results import Added
-from inferscale.chat_plan import ChatPlanner, Mode, PreparedChat, digest_of
+from inferscale.chat_plan import Mode, PreparedChat, digest_of
 from inferscale.encoder import Encoder
 from inferscale.errors import EngineError, UnknownFact, UnknownScope
 from inferscale.fact_order import FactOrder
 from inferscale.facts import Fact, HistoryEvent, Scope, SearchHit
 from inferscale.filters import Filter
 from inferscale.memory import Memory
-from inferscale.plan import Plan, cache_salt
+from inferscale.plan import OTHER_MODEL, Plan, cache_salt
 from inferscale.prompt import Draft
 from inferscale.runtime.engine_log import share_engine_log
 from inferscale.runtime.folder_lock import remove_runtime_dir
 from inferscale.runtime.residency import ResidencyClient
 from inferscale.runtime.secret import load_secret, open_runtime_dir
 from inferscale.self_check import passed_over
-from inferscale.server.encoding import Encoding
 from inferscale.server.engine import EngineSide, Front, prompt_builder
 from inferscale.server.extraction import Extractions, ServerExtraction
 from inferscale.server.forgetting import Forgetting
@@ -38,6 +37,7 @@ from inferscale.server.metrics import Metrics
 from inferscale.server.prefetch import Prefetch
 from inferscale.server.results import FactPage, InferredFacts, ShownFact, Stats
 from inferscale.server.self_check import check_engine
+from inferscale.server.sides import Side, Sides
 from inferscale.server.threads import Threads
 from inferscale.tail import Tail
 from inferscale.turns import Content
@@ -59,33 +59,22 @@ class MemoryService:
     ) -> None:
         self.front = front
         self.memory = memory
-        self.encoder = encoder
         self.residency = residency
-        self.engine = engine
         self.metrics = Metrics()
         self.verdict = passed_over("it has not run yet")
         """Of the self-check."""
         self._is_switched_on = True
         self._threads = Threads()
         self._run = self._threads.run
-        self._encoding = Encoding(front, encoder, residency, engine, self._threads, self.metrics)
+        self.sides = Sides(front, memory, encoder, residency, engine, self._threads, self.metrics)
+        self._encoding = self.sides.base.encoding
         self.gate = self._encoding.gate
         self._forgetting = Forgetting(memory, engine, self._encoding, self._threads, self.metrics)
         self._forget = self._forgetting.forget
         self._prefetch = Prefetch(front, encoder, residency, engine, self._threads)
-        ask = self._encoding.ask_resident
-        tail = Tail.parse(front.server.tail, "server.tail")
-        self.planner = ChatPlanner(
-            memory,
-            encoder,
-            front.max_model_len,
-            ask,
-            keeps_turns=True,
-            tail=tail,
-            order=front.server.order,
-        )
-        memory.check_text = self.planner.check_length
-        model = ServerExtraction(engine, self.planner.prompts, front.max_model_len, self.gate.give_way)
+        planner = self.sides.base.planner
+        memory.check_text = planner.check_length
+        model = ServerExtraction(engine, planner.prompts, front.max_model_len, self.gate.give_way)
         self._extractions = Extractions(memory, model, front.max_model_len)
         given = front.server.min_injected_tokens
         default = _GPU_MIN_INJECTED_TOKENS if front.is_on_gpu else 0
@@ -102,7 +91,8 @@ class MemoryService:
 
     async def check(self) -> None:
         """The self-check; before anything is encoded. Where it refuses injection, nothing is."""
-        self.verdict = await check_engine(self.front, self.engine, self.encoder, self.memory)
+        base = self.sides.base
+        self.verdict = await check_engine(self.front, base.engine, base.encoder, self.memory)
         self._encoding.is_off = self.verdict.is_refusal
         self.metrics.refused.set(self.verdict.is_refusal)
 
@@ -303,50 +293,69 @@ class MemoryService:
         caller_salt: str = "",
         within: Filter | None = None,
         order: FactOrder | None = None,
+        side: Side | None = None,
     ) -> PreparedChat:
-        """A chat with the best facts; what has to be encoded for the next one is. Raises InvalidInput."""
+        """A chat with the best facts; what has to be encoded for the next one is. side: of the model that it
+        names, the one without an adapter where that is left out. Raises InvalidInput."""
+        side = side or self.sides.base
         stored = self._readable(caller, scope)
         chat = (draft, stored, top_k, mode, tail, max_tokens, caller_salt, within, order)
-        prepared = await self._forgetting.run_purged(lambda: self.planner.prepare(*chat))
+        prepared = await self._forgetting.run_purged(lambda: side.planner.prepare(*chat))
         unencoded = {candidate.fact.id for candidate in prepared.choice.unencoded}
         if unencoded:
-            self._encoding.put_missing(stored, unencoded)
+            side.encoding.put_missing(stored, unencoded)
         if prepared.choice.missing and prepared.plan is None and prepared.reason is None:
             prepared = prepared._replace(reason=_NOT_ENCODED)
         if prepared.plan is not None and sum(prepared.plan.table.lengths) < self._min_injected_tokens:
             prepared = prepared._replace(plan=None, reason=_TOO_FEW)
-        if mode == "inject":
+        if mode == "inject" and side is self.sides.base:
             self._prefetch.put(stored)
         self.metrics.prepared(mode, prepared)
         return prepared
 
     async def keep_turn(
-        self, draft: Draft, plan: Plan, caller: Caller, scope: Scope, answer: str | None
+        self, side: Side, draft: Draft, plan: Plan, caller: Caller, scope: Scope, answer: str | None
     ) -> None:
         """Encode a chat's turns for its next question. answer: see `ChatPlanner.conversation`."""
         stored = caller.stored(scope)
-        conversation = await self._run(self.planner.conversation, draft, plan, stored, answer)
-        self._encoding.put_turns(conversation)
+        conversation = await self._run(side.planner.conversation, draft, plan, stored, answer)
+        side.encoding.put_turns(conversation)
 
-    def text_salt(self, caller: Caller, scope: Scope, epoch: int, caller_salt: str) -> str:
+    def text_salt(self, side: Side, caller: Caller, scope: Scope, epoch: int, caller_salt: str) -> str:
         """Salt of vLLM's prefix cache for facts that stand in a prompt as text."""
-        digest = digest_of(caller.stored(scope))
-        return cache_salt(self.engine.secret, self.engine.model, digest, epoch, "text", caller_salt)
+        digest, engine = digest_of(caller.stored(scope)), side.engine
+        return cache_salt(engine.secret, engine.model, digest, epoch, "text", caller_salt)
 
     async def outcome(self, plan_id: str) -> dict[str, Any]:
         """What the connector says of a plan; empty where it says nothing."""
         try:
-            return await self._run(self.residency.outcome, plan_id) or {}
+            found = await self._run(self.residency.outcome, plan_id) or {}
+            if found.get("reason") == OTHER_MODEL:
+                await self._renew()
+            return found
         except EngineError as error:
             logger.warning("The outcome of a chat is not known: %s", error)
             return {}
+
+    async def _renew(self) -> None:
+        """Where the engine has got other weights, chats and passes name them from now on. Raises
+        EngineError."""
+        model = await self._run(self.residency.model)
+        if model == self.sides.base.engine.model:
+            return
+        logger.warning("The engine has got other weights; facts are encoded anew as chats need them")
+        self.sides.renew(model)
+        base = self.sides.base
+        self._encoding = self._forgetting.encoding = base.encoding
+        self._prefetch.encoder = base.encoder
 
     # seen from outside ------------------------------------------------------------------------
 
     async def is_healthy(self) -> bool:
         """Whether the connector answers: without it every chat would have its memory as text."""
         try:
-            return await self._run(self.residency.model) == self.engine.model
+            await self._renew()
+            return True
         except EngineError as error:
             logger.error("The connector does not answer: %s", error)
             return False
@@ -401,7 +410,7 @@ def open_service(front: Front) -> MemoryService:
         memory.catalog,
         prompt_builder(front),
         engine.model,
-        WindowPolicy(encoding.window, encoding.stride, encoding.mixed),
+        WindowPolicy.of(encoding),
         front.max_model_len - 1,
     )
     return MemoryService(front, memory, encoder, residency, engine)

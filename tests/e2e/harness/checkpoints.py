@@ -73,3 +73,35 @@ def _build(family: str) -> Any:
     if family == "mistral_sliding":
         return hf.MistralForCausalLM(hf.MistralConfig(**_SIZES, sliding_window=160))
     raise ValueError(f"unknown family {family!r}")
+
+
+def make_adapter(base: Path, folder: Path, seed: int, rank: int = 4) -> Path:
+    """A LoRA adapter on a llama checkpoint, in PEFT's form, and beside it (`merged`) the model with it."""
+    import json
+
+    import transformers as hf
+    from safetensors.torch import save_file
+
+    path = folder / f"adapter-{seed}"
+    if path.exists():
+        return path
+    model = hf.AutoModelForCausalLM.from_pretrained(str(base), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, torch.Tensor] = {}
+    targets = ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj")
+    for name, module in model.named_modules():
+        if name.rsplit(".", 1)[-1] in targets:
+            down = torch.randn(rank, module.in_features, generator=generator) * 0.1
+            up = torch.randn(module.out_features, rank, generator=generator) * 0.1
+            weights[f"base_model.model.{name}.lora_A.weight"] = down
+            weights[f"base_model.model.{name}.lora_B.weight"] = up
+            with torch.no_grad():
+                module.weight += 2.0 * up @ down
+    path.mkdir(parents=True)
+    save_file(weights, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets)}
+    (path / "adapter_config.json").write_text(
+        json.dumps({**config, "task_type": "CAUSAL_LM", "bias": "none"})
+    )
+    model.save_pretrained(path / "merged")
+    return path

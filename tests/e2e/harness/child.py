@@ -6,6 +6,7 @@ reference comes from vLLM's public interface (logits) or from the raw memory.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
@@ -80,29 +81,31 @@ class EngineHost:
                     "runtime_dir": self._folder.name,
                 },
             )
-        self._llm = LLM(
-            options.checkpoint,
-            dtype="float32",
-            skip_tokenizer_init=True,
-            enforce_eager=True,
-            seed=0,
-            max_model_len=options.max_model_len,
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            block_size=options.block_size,
-            num_gpu_blocks_override=options.num_blocks,
-            enable_prefix_caching=options.enable_prefix_caching,
-            disable_log_stats=True,
-            max_logprobs=-1,
-            logprobs_mode="raw_logits",
-            kv_transfer_config=transfer,
-        )
+        arguments: dict[str, Any] = {
+            "dtype": "float32",
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "seed": 0,
+            "max_model_len": options.max_model_len,
+            "max_num_seqs": options.max_num_seqs,
+            "max_num_batched_tokens": options.max_num_batched_tokens,
+            "block_size": options.block_size,
+            "num_gpu_blocks_override": options.num_blocks,
+            "enable_prefix_caching": options.enable_prefix_caching,
+            "disable_log_stats": True,
+            "max_logprobs": -1,
+            "logprobs_mode": "raw_logits",
+            "kv_transfer_config": transfer,
+        }
+        self._llm = LLM(options.checkpoint, **{**arguments, **json.loads(options.engine_args)})
         self._engine = self._llm.llm_engine
         self._core = self._engine.engine_core.engine_core
         self._scheduler = self._core.scheduler
         self._connector = self._scheduler.connector
         self._claims: list[tuple[str, int]] = []
         self._num_added = 0
+        self._num_drafts = 0
+        self._count_drafts()
         self._vocab_size = self._llm.model_config.get_vocab_size()
         if self._connector is not None:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -110,6 +113,15 @@ class EngineHost:
             self._side = self._connector.scheduler
             self._worker = get_kv_transfer_group().worker
             self._record_claims()
+
+    def _count_drafts(self) -> None:
+        take = self._scheduler.update_draft_token_ids
+
+        def counted(drafts: Any) -> None:
+            self._num_drafts += sum(map(len, drafts.draft_token_ids))
+            take(drafts)
+
+        self._scheduler.update_draft_token_ids = counted
 
     def _record_claims(self) -> None:
         claim = self._connector.update_state_after_alloc
@@ -145,7 +157,10 @@ class EngineHost:
     def generate(self, requests: Sequence[Request]) -> list[Answer]:
         """All requests at once, so that vLLM schedules as many as fit into each step."""
         outputs = self._llm.generate(
-            [self._prompt(r) for r in requests], [self._sampling(r) for r in requests], use_tqdm=False
+            [self._prompt(r) for r in requests],
+            [self._sampling(r) for r in requests],
+            use_tqdm=False,
+            lora_request=[_adapter(r) for r in requests] if any(r.adapter for r in requests) else None,
         )
         return [self._answer(output) for output in outputs]
 
@@ -161,7 +176,9 @@ class EngineHost:
         extra = None if request.params is None else {"kv_transfer_params": request.params}
         return SamplingParams(
             max_tokens=request.max_tokens,
-            temperature=0,
+            n=request.num_answers,
+            temperature=0 if request.num_answers == 1 else 1,
+            seed=7,
             logprobs=-1,
             flat_logprobs=True,
             ignore_eos=True,
@@ -172,8 +189,13 @@ class EngineHost:
             extra_args=extra,
         )
 
-    def _answer(self, output: Any) -> Answer:
-        completion = output.outputs[0]
+    def ask_all(self, request: Request) -> list[Answer]:
+        """Every answer of a request that wants several, which are sampled."""
+        [output] = self._llm.generate([self._prompt(request)], [self._sampling(request)], use_tqdm=False)
+        return [self._answer(output, number) for number in range(request.num_answers)]
+
+    def _answer(self, output: Any, number: int = 0) -> Answer:
+        completion = output.outputs[number]
         flat = completion.logprobs
         num_steps = len(completion.token_ids)
         logits = np.full((num_steps, self._vocab_size), np.nan, dtype=np.float32)
@@ -200,7 +222,8 @@ class EngineHost:
         """Queue a request; returns the id that `step`, `abort` and `running` use."""
         name = f"step-{self._num_added}"
         self._num_added += 1
-        self._engine.add_request(name, self._prompt(request), self._sampling(request))
+        adapter = _adapter(request)
+        self._engine.add_request(name, self._prompt(request), self._sampling(request), lora_request=adapter)
         return name
 
     def step(self) -> dict[str, Answer]:
@@ -283,7 +306,30 @@ class EngineHost:
         context = self._core.vllm_config.compilation_config.static_forward_context
         return [layer.kv_cache for layer in context.values()]
 
+    # vLLM's features ----------------------------------------------------------------------------
+
+    def sleep_and_wake(self, level: int) -> None:
+        """As `/sleep` and `/wake_up` do; on a CPU the memory itself stays."""
+        self._llm.sleep(level)
+        self._llm.wake_up()
+
+    def reload_weights(self, folder: str) -> None:
+        """Load other weights of the same form; vLLM leaves its caches as they are."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+
+    def num_draft_tokens(self) -> int:
+        """Tokens that were guessed so far, by the count of the runner's drafts."""
+        return self._num_drafts
+
     # the connector's books ----------------------------------------------------------------------
+
+    def outcome(self, plan_id: str) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = self._side.answer({"op": "outcome", "id": plan_id})["outcome"]
+        return found
+
+    def model(self) -> str:
+        """As plans must name it now."""
+        return str(self._side.model)
 
     def claims(self) -> list[tuple[str, int]]:
         """(request id, external tokens) that vLLM counted as ours since the last call, in order."""
@@ -325,6 +371,12 @@ class EngineHost:
 
     def num_free_blocks(self) -> int:
         return int(self._scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+
+def _adapter(request: Request) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return None if request.adapter is None else LoRARequest(*request.adapter)
 
 
 def _token_bytes(checkpoint: str) -> int:

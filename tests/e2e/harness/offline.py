@@ -6,6 +6,7 @@ what a front end sees, the socket and the outcomes.
 
 from __future__ import annotations
 
+import json
 import os
 import traceback
 from collections.abc import Sequence
@@ -83,6 +84,10 @@ class OfflineHost(EngineHost):
                 pool_size_bytes=options.pool_tokens * token_bytes,
                 page_size_tokens=options.page_size_tokens,
                 compile_injection=options.compile_injection,
+                host_size_bytes=options.host_tokens * token_bytes,
+                disk_size_bytes="1GiB" if options.disk else 0,
+                disk_dir=options.disk,
+                tier_wait="always",
             ),
             {
                 "dtype": "float32",
@@ -101,6 +106,7 @@ class OfflineHost(EngineHost):
                 "tensor_parallel_size": options.tensor_parallel_size,
                 "distributed_executor_backend": "mp",
                 "worker_extension_cls": "harness.offline.BreakableWorker",
+                **json.loads(options.engine_args),
             },
         )
         self._llm = self._offline.llm
@@ -137,6 +143,11 @@ class OfflineHost(EngineHost):
 
     def stats(self) -> dict[str, Any]:
         return self._offline.residency.stats()
+
+    def order_stats(self) -> dict[str, Any]:
+        """Statistics by an order, for which the engine takes a step in which the last reports arrive."""
+        self._offline.order(Order("stats"))
+        return self._offline.order(Order("stats"))
 
     def outcome(self, plan_id: str) -> dict[str, Any] | None:
         return self._offline.residency.outcome(plan_id)

@@ -20,6 +20,7 @@ class EngineOptions:
     the paged cache. pool_tokens: capacity of the pool; 0 starts vLLM without the connector.
     host_tokens: capacity of host memory below the pool. disk: folder of the copies on disk.
     key_file: with the key that these are encrypted with.
+    engine_args: further arguments of `vllm.LLM`, as JSON.
     num_threads: more than one is slow for models this small, above all where other processes run.
     """
 
@@ -39,11 +40,14 @@ class EngineOptions:
     compile_injection: bool = False
     num_threads: int = 1
     environment: tuple[tuple[str, str], ...] = ()
+    engine_args: str = "{}"
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request. params: its `kv_transfer_params`. salt: its cache salt. allowed: tokens that may come."""
+    """One request. params: its `kv_transfer_params`. salt: its cache salt. allowed: tokens that may come.
+    adapter: name, number and folder of a LoRA adapter. num_answers: `n` of vLLM, for `ask_all`.
+    """
 
     ids: tuple[int, ...]
     params: Any = None
@@ -52,6 +56,8 @@ class Request:
     prompt_logprobs: bool = False
     skip_reading_prefix_cache: bool | None = None
     allowed: tuple[int, ...] | None = None
+    adapter: tuple[str, int, str] | None = None
+    num_answers: int = 1
 
 
 @dataclass(frozen=True)
