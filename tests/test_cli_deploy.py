@@ -21,7 +21,13 @@ def _machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("inferscale.serve_command.find_spec", lambda name: object())
     monkeypatch.setattr("inferscale.cli.deploy.prepare_engine", lambda *, verbose: None)
     monkeypatch.setenv("INFERSCALE_HOME", str(tmp_path))
-    for name in ("VLLM_API_KEY", "VLLM_USE_RUST_FRONTEND", "RAY_ADDRESS"):
+    for name in (
+        "VLLM_API_KEY",
+        "VLLM_USE_RUST_FRONTEND",
+        "RAY_ADDRESS",
+        "INFERSCALE_CATALOG",
+        "INFERSCALE_ENCRYPTION_KEY",
+    ):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -56,7 +62,7 @@ def test_a_key_is_not_in_the_file_but_that_there_is_one(monkeypatch: pytest.Monk
     result = run("org/model", "--print-config", "--host", "0.0.0.0")
     assert result.exit_code == 0, result.output
     assert "sk-secret" not in result.output
-    assert yaml.safe_load(result.stdout)["applications"][0]["args"]["needs_key"] is True
+    assert yaml.safe_load(result.stdout)["applications"][0]["args"]["needs"] == ["VLLM_API_KEY"]
 
 
 @pytest.mark.parametrize(
@@ -106,6 +112,7 @@ def test_what_the_cluster_does_not_have() -> None:
 def test_one_file_for_several_machines_is_refused() -> None:
     with pytest.raises(EngineError, match="only one can use"):
         _check_fits(_Ray(2, CPU=8), ReplicaSettings("m"), Scaling())
+    _check_fits(_Ray(2, CPU=8), ReplicaSettings("m", needs=["INFERSCALE_CATALOG"]), Scaling())
 
 
 def test_what_serve_tells_is_one_line() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from inferscale.deployment.settings import (
     ReplicaSettings,
     Scaling,
     memory_settings,
+    needed_of,
     replica_command,
     serve_config,
 )
@@ -65,14 +65,12 @@ def test_workers_of_a_replica_are_processes_of_it() -> None:
     assert str(replica_command(given, 0, {}, engine_id="x")).count("--distributed-executor-backend") == 1
 
 
-def test_a_replica_without_the_key_that_is_expected_does_not_start(tmp_path: Path) -> None:
-    settings = ReplicaSettings("m", needs_key=True)
+def test_a_replica_without_the_key_that_is_expected_does_not_start() -> None:
+    needed = needed_of({"VLLM_API_KEY": "sk", "INFERSCALE_ENCRYPTION_KEY": "", "HOME": "/"})
+    settings = ReplicaSettings("m", needs=needed)
     with pytest.raises(InvalidConfig, match="VLLM_API_KEY is not set in the environment of this replica"):
         transfer(settings)
     assert transfer(settings, 0, {"VLLM_API_KEY": "sk"})
-    keys = tmp_path / "keys.json"
-    keys.write_text('{"sk-acme": "acme"}')
-    assert transfer(ReplicaSettings("m", (), {"server": {"keys_file": str(keys)}}, needs_key=True))
 
 
 @pytest.mark.parametrize(
@@ -86,6 +84,7 @@ def test_a_replica_without_the_key_that_is_expected_does_not_start(tmp_path: Pat
         ({"memory": {"pool": 3}}, "unknown settings pool"),
         ({"memory": {"server": {"topk": 3}}}, "unknown settings topk"),
         ({"memory": []}, "allowed is an object"),
+        ({"needs": ["PATH"]}, "allowed is a list of VLLM_API_KEY"),
         ({"model": ""}, "a folder or a hub name"),
         ({"replicas": 2}, "unknown settings replicas"),
     ],
@@ -99,7 +98,7 @@ def test_refused_by_name(settings: dict[str, Any], words: str) -> None:
 def test_settings_survive_the_way_through_serve() -> None:
     memory = memory_settings(ConnectorConfig(pool_size_bytes="1GiB"), ServerConfig(data_dir="/srv", top_k=9))
     assert memory == {"pool_size_bytes": 2**30, "server": {"data_dir": "/srv", "top_k": 9}}
-    settings = ReplicaSettings("m", ("--dtype", "float16"), memory, needs_key=True)
+    settings = ReplicaSettings("m", ("--dtype", "float16"), memory, needs=["INFERSCALE_CATALOG"])
     again = from_mapping(ReplicaSettings, json.loads(json.dumps(settings.to_json())), "args")
     assert again.to_json() == settings.to_json()
     assert again.server.top_k == 9

@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import click
 
+from inferscale.catalog_url import VARIABLE as CATALOG_VARIABLE
 from inferscale.cli.engine import prepare_engine
 from inferscale.cli.options import POSITIVE, catalog_url
 from inferscale.cli.output import say
 from inferscale.cli.serve import Serve, check_catalog, check_free, serve, settings_of
-from inferscale.config import default_data_dir
+from inferscale.config import default_data_dir, read_tenants
 from inferscale.errors import EngineError, EngineMissing, InvalidConfig
 
 _APP = "inferscale"
@@ -100,19 +101,28 @@ def ray(model: str, vllm_flags: tuple[str, ...], **given: Any) -> None:
     With a Ray that runs already, the replicas stay when this command has ended; with one that it starts
     itself, they end with it (Ctrl-C).
     """
-    from inferscale.deployment.settings import ReplicaSettings, Scaling, memory_settings, serve_config
+    from inferscale.deployment.settings import (
+        ReplicaSettings,
+        Scaling,
+        memory_settings,
+        needed_of,
+        serve_config,
+    )
 
-    check_catalog(given["data_dir"] or default_data_dir(), catalog_url())
+    if (url := catalog_url()) is not None:
+        os.environ[CATALOG_VARIABLE] = url  # for a Ray of this command; not into what Ray shows
+    check_catalog(given["data_dir"] or default_data_dir(), url)
     prepare_engine(verbose=False)
     connector, server = settings_of(given)
     settings = ReplicaSettings(
         model=str(Path(model).absolute()) if Path(model).is_dir() else model,
         vllm_flags=vllm_flags,
         memory=memory_settings(connector, server),
-        needs_key=bool(os.environ.get("VLLM_API_KEY") or server.keys_file),
+        needs=needed_of(os.environ),
     )
     settings.check(os.environ)
-    _check_host(given["host"], has_key=settings.needs_key, allowed=server.allow_remote_without_key)
+    has_key = bool(os.environ.get("VLLM_API_KEY") or read_tenants(server.keys_file))
+    _check_host(given["host"], has_key=has_key, allowed=server.allow_remote_without_key)
     scaling = Scaling(
         replicas=given["replicas"],
         max_replicas=given["max_replicas"],
@@ -215,8 +225,8 @@ def _check_fits(ray_package: Any, settings: Any, scaling: Any) -> None:
                 f"and Ray has {has.get(name, 0):g}. Give fewer --replicas, or --{name.lower()}s-per-replica."
             )
     nodes = sum(bool(node["Alive"]) for node in ray_package.nodes())
-    catalog = getattr(settings.server, "catalog", None)
-    if nodes > 1 and catalog is None:
+    is_shared = settings.server.catalog is not None or CATALOG_VARIABLE in settings.needs
+    if nodes > 1 and not is_shared:
         raise EngineError(
             f"Ray has {nodes} machines, and the memory's catalog is a file (SQLite), which only one can use. "
             "Run Ray on one machine, or give the replicas a catalog that they share."

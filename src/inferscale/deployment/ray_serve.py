@@ -145,9 +145,12 @@ Replica: Any = serve.deployment(
     request_router_config=RequestRouterConfig(request_router_class=_ROUTER),
     ray_actor_options={"num_cpus": Scaling.cpus},
 )(ReplicaServer)
-Front: Any = serve.deployment(name=FRONT, max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})(
-    serve.ingress()(FrontServer)
-)
+Front: Any = serve.deployment(
+    name=FRONT,
+    max_ongoing_requests=10_000,
+    graceful_shutdown_timeout_s=Scaling.stop_timeout_s,
+    ray_actor_options={"num_cpus": 0},
+)(serve.ingress()(FrontServer))
 
 
 def app(args: dict[str, Any]) -> Any:

@@ -8,19 +8,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from inferscale.catalog_url import VARIABLE as CATALOG_VARIABLE
 from inferscale.config import (
     KV_FOLDER,
     ConnectorConfig,
     ServerConfig,
     default_data_dir,
     from_mapping,
-    read_tenants,
 )
+from inferscale.encryption import KEY_VARIABLE
 from inferscale.errors import InvalidConfig
 from inferscale.serve_command import Flags, ServeCommand, check_command, serve_command
 
 REPLICA, FRONT = "Replica", "Front"
 """Names of the deployments."""
+NEEDED = ("VLLM_API_KEY", KEY_VARIABLE, CATALOG_VARIABLE)
+"""Variables that decide who is answered and where facts are stored; Ray shows settings to all who see it."""
 APP = "inferscale.deployment.ray_serve:app"
 _LISTENS = "Serve's proxy listens, not the replicas (http_options in Serve's file says where)"
 _REFUSED = {
@@ -45,9 +48,9 @@ class ReplicaSettings:
     """As behind `inferscale serve MODEL`."""
     memory: Mapping[str, Any] = field(default_factory=dict)
     """As `kv_connector_extra_config`: settings of `ConnectorConfig`, and of `ServerConfig` below `server`."""
-    needs_key: bool = False
-    """A replica without an API key does not start: where one was set as the replicas were asked for, one that
-    runs in another environment must not answer everybody."""
+    needs: Sequence[str] = ()
+    """Environment variables without which a replica does not start (`needed_of`): one that runs in another
+    environment than the command that asked for it must not answer everybody, or store elsewhere."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str) or not self.model:
@@ -57,6 +60,8 @@ class ReplicaSettings:
             raise InvalidConfig(
                 f"vllm_flags is {flags!r}; allowed is a list of texts, such as [--dtype, float16]."
             )
+        if isinstance(self.needs, str) or not set(self.needs) <= set(NEEDED):
+            raise InvalidConfig(f"needs is {self.needs!r}; allowed is a list of {', '.join(NEEDED)}.")
         if not isinstance(self.memory, Mapping):
             raise InvalidConfig(f"memory is {self.memory!r}; allowed is an object.")
         if "runtime_dir" in self.memory:
@@ -89,8 +94,13 @@ class ReplicaSettings:
 
     def to_json(self) -> dict[str, Any]:
         """Without what is as by default."""
-        found = {"model": self.model, "vllm_flags": list(self.vllm_flags), "memory": dict(self.memory)}
-        return {**found, "needs_key": True} if self.needs_key else {k: v for k, v in found.items() if v}
+        found = {"vllm_flags": list(self.vllm_flags), "memory": dict(self.memory), "needs": list(self.needs)}
+        return {"model": self.model, **{name: value for name, value in found.items() if value}}
+
+
+def needed_of(environment: Mapping[str, str]) -> list[str]:
+    """What is set here must be set for the replicas."""
+    return [name for name in NEEDED if environment.get(name)]
 
 
 def memory_settings(connector: ConnectorConfig, server: ServerConfig) -> dict[str, Any]:
@@ -105,12 +115,13 @@ def replica_command(
     """What `inferscale serve` would start, with a folder of its own for copies on disk.
 
     rank: of the replica; one that is started again gets a free one. Raises what `serve_command` raises, and
-    InvalidConfig where a key is needed and there is none.
+    InvalidConfig where a variable is needed that is not there.
     """
     server = settings.server
-    if settings.needs_key and not (environment.get("VLLM_API_KEY") or read_tenants(server.keys_file)):
+    missing = [name for name in settings.needs if not environment.get(name)]
+    if missing:
         raise InvalidConfig(
-            "VLLM_API_KEY is not set in the environment of this replica, but was where it was deployed. "
+            f"{missing[0]} is not set in the environment of this replica, but was where it was deployed. "
             "Set it for Ray on every machine (before `ray start`), and deploy again."
         )
     connector, tokens = settings.connector, list(settings.vllm_flags)
@@ -165,7 +176,8 @@ class Scaling:
                 "max_replicas": self.max_replicas,
                 "target_ongoing_requests": self.target_ongoing_requests,
             }
-        return {REPLICA: replica, FRONT: {"num_replicas": self.fronts}}
+        front = {"num_replicas": self.fronts, "graceful_shutdown_timeout_s": self.stop_timeout_s}
+        return {REPLICA: replica, FRONT: front}
 
 
 def serve_config(
