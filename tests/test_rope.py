@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from inferscale.errors import NotRelocatable
-from inferscale.rope import Rotary, delta_cos_sin, relocate, rotary_from_config, rotate
+from inferscale.rope import Rotary, delta_cos_sin, relocate, rotate
+from inferscale.rotary_config import rotary_from_config
 
 HEAD_DIM = 64
 LLAMA3 = {
@@ -237,116 +238,6 @@ def vllm_rope(params: dict[str, Any], is_neox_style: bool, dtype: torch.dtype) -
         return get_rope(HEAD_DIM, 2048, is_neox_style, dict(params), dtype)
 
 
-@pytest.mark.parametrize("name", ["plain", "linear", "llama3", "yarn_no_truncate", "partial"])
-def test_old_form_of_configuration(name: str) -> None:
-    new = config_of(name)
-    params = dict(new["rope_parameters"])
-    old = {k: v for k, v in new.items() if k != "rope_parameters"}
-    old["rope_theta"] = params.pop("rope_theta")
-    factor = params.pop("partial_rotary_factor", None)
-    if factor is not None:
-        old["partial_rotary_factor"] = factor
-    params["type"] = params.pop("rope_type")
-    old["rope_scaling"] = None if params == {"type": "default"} else params
-    a, b = rotary_from_config(new, HEAD_DIM), rotary_from_config(old, HEAD_DIM)
-    assert torch.equal(a.inv_freq, b.inv_freq)
-    assert a.rotary_dim == b.rotary_dim
-
-
-def test_text_config_inside_is_used() -> None:
-    outer = {"model_type": "llava", "text_config": config_of("llama3")}
-    inner = rotary_from_config(config_of("llama3"), HEAD_DIM)
-    assert torch.equal(rotary_from_config(outer, HEAD_DIM).inv_freq, inner.inv_freq)
-
-
-@pytest.mark.parametrize(
-    ("config", "rotary_dim"),
-    [
-        ({"rope_theta": 1e4, "rotary_pct": 0.25}, 16),
-        ({"rotary_emb_base": 1e4, "rotary_emb_fraction": 0.5}, 32),
-        ({"model_type": "gptj", "rotary_dim": 48}, 48),
-        ({"rope_parameters": {"rope_theta": 1e4, "rope_dim": 24}}, 24),
-        ({"rope_theta": 1e4}, 64),
-    ],
-)
-def test_partial_rotary_by_any_name(config: dict[str, Any], rotary_dim: int) -> None:
-    rotary = rotary_from_config(config, HEAD_DIM)
-    assert rotary.rotary_dim == rotary_dim
-    assert rotary.head_dim == HEAD_DIM
-    assert rotary.inv_freq.shape == (rotary_dim // 2,)
-    assert float(rotary.inv_freq[1]) == pytest.approx(1e4 ** (-2 / rotary_dim))
-
-
-def test_style_follows_the_model_type_unless_given() -> None:
-    assert not rotary_from_config(config_of("plain"), HEAD_DIM).interleaved
-    assert rotary_from_config(config_of("plain", model_type="glm4"), HEAD_DIM).interleaved
-    assert not rotary_from_config(
-        config_of("plain", model_type="glm4"), HEAD_DIM, interleaved=False
-    ).interleaved
-
-
-def test_yarn_original_length_falls_back_as_in_transformers() -> None:
-    config = config_of("yarn")
-    del config["rope_parameters"]["original_max_position_embeddings"]
-    given = rotary_from_config({**config, "original_max_position_embeddings": 1024}, HEAD_DIM)
-    assert torch.equal(given.inv_freq, rotary_from_config(config_of("yarn"), HEAD_DIM).inv_freq)
-    assert not torch.equal(given.inv_freq, rotary_from_config(config, HEAD_DIM).inv_freq)
-
-
-REFUSED = [
-    ("dynamic NTK", {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}}),
-    ("dynamic NTK", {"rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "alpha": 2.0}}),
-    ("longrope", {"rope_theta": 1e4, "rope_scaling": {"type": "longrope", "short_factor": [1]}}),
-    ("longrope", {"rope_theta": 1e4, "rope_scaling": {"type": "su"}}),
-    ("mrope", {"rope_theta": 1e4, "rope_scaling": {"type": "mrope", "mrope_section": [8, 12, 12]}}),
-    ("mrope", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "mrope_section": [8, 12, 12]}}),
-    ("proportional", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "proportional"}}),
-    ("FoPE", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "use_fope": True}}),
-    ("dual chunk", {"rope_theta": 1e4, "dual_chunk_attention_config": {"chunk_size": 8}}),
-    (
-        "per-layer-type",
-        {
-            "rope_parameters": {
-                "full_attention": {"rope_theta": 1e6},
-                "sliding_attention": {"rope_theta": 1e4},
-            }
-        },
-    ),
-    ("rope_local_base_freq", {"rope_theta": 1e6, "rope_local_base_freq": 1e4}),
-    ("no (the configuration has no rope_theta)", {"model_type": "something"}),
-    ("ALiBi", {"model_type": "falcon", "alibi": True, "rope_theta": 1e4}),
-    ("ALiBi", {"model_type": "mpt", "attn_config": {"alibi": True}}),
-    ("ALiBi", {"model_type": "bloom"}),
-    ("learned positions", {"model_type": "gpt2"}),
-    ("'nope'", {"model_type": "granitemoehybrid", "position_embedding_type": "nope", "rope_theta": 1e4}),
-    ("NoPE", {"model_type": "smollm3", "rope_theta": 1e4, "no_rope_layers": [1, 1, 0]}),
-    ("NoPE", {"model_type": "cohere2", "rope_theta": 1e4}),
-    (
-        "NoPE",
-        {"model_type": "exaone4", "rope_theta": 1e4, "layer_types": ["sliding_attention", "full_attention"]},
-    ),
-    ("latent-attention", {"rope_theta": 1e4, "kv_lora_rank": 512}),
-    ("unknown 'spiral'", {"rope_theta": 1e4, "rope_scaling": {"rope_type": "spiral"}}),
-    ("partial rotary (33 of 64", {"rope_parameters": {"rope_theta": 1e4, "rope_dim": 33}}),
-    ("partial rotary (96 of 64", {"rope_theta": 1e4, "partial_rotary_factor": 1.5}),
-]
-
-
-@pytest.mark.parametrize(("variant", "config"), REFUSED, ids=[name for name, _ in REFUSED])
-def test_refused_by_name(variant: str, config: dict[str, Any]) -> None:
-    with pytest.raises(NotRelocatable) as caught:
-        rotary_from_config(config, HEAD_DIM)
-    assert variant in str(caught.value)
-    assert "YaRN" in str(caught.value), "the message must say what is supported"
-
-
-def test_layers_that_all_rotate_are_accepted_and_a_missing_parameter_is_named() -> None:
-    assert rotary_from_config({"rope_theta": 1e4, "no_rope_layers": [1, 1]}, HEAD_DIM)
-    assert rotary_from_config({"model_type": "exaone4", "rope_theta": 1e4, "layer_types": None}, HEAD_DIM)
-    with pytest.raises(NotRelocatable, match=r"linear .* lacks the parameter 'factor'"):
-        rotary_from_config({"rope_theta": 1e4, "rope_scaling": {"type": "linear"}}, HEAD_DIM)
-
-
 def cache_of(rotary: Rotary, num: int, dtype: torch.dtype, magnitude: float = 1.0) -> Tensor:
     """A cache as engines build it: float32 angles, then rounded to `dtype`."""
     angles = torch.outer(torch.arange(num).float(), rotary.inv_freq.float())
@@ -392,3 +283,31 @@ def test_cache_check_rejects_the_other_style() -> None:
     rotary.check_against_cache(cache, is_neox_style=False)
     with pytest.raises(NotRelocatable, match="interleaved=False"):
         rotary.check_against_cache(cache, is_neox_style=True)
+
+
+def by_layer() -> Rotary:
+    plain = rotary_from_config(config_of("plain"), HEAD_DIM)
+    return Rotary(torch.stack((plain.inv_freq, 0 * plain.inv_freq)), HEAD_DIM, HEAD_DIM, False)
+
+
+def test_layers_that_differ_are_moved_each_in_its_own_way() -> None:
+    rotary, plain = by_layer(), rotary_from_config(config_of("plain"), HEAD_DIM)
+    keys, deltas = some_keys(torch.float32), positions_of(37, 5) - 1000
+    moved = relocate(keys, deltas, rotary)
+    assert torch.equal(moved[0], relocate(keys[0], deltas, plain))
+    assert torch.equal(moved[1], keys[1]), "without rotary embedding keys stay as they are"
+    both = delta_cos_sin(deltas, rotary)
+    assert torch.equal(both.of_layer(0).cos, delta_cos_sin(deltas, plain).cos)
+    assert both.of_layer(1).sin.abs().max() == 0
+    one = delta_cos_sin(deltas, plain)
+    assert one.of_layer(1) is one
+    assert rotary.of_layer(0).is_by_layer is False
+
+
+def test_frequencies_of_an_engine_that_keeps_no_cache() -> None:
+    plain = rotary_from_config(config_of("plain"), HEAD_DIM)
+    plain.check_against_frequencies(plain.inv_freq.float())
+    with pytest.raises(NotRelocatable, match="frequencies differ"):
+        plain.check_against_frequencies(plain.inv_freq.float() * (1 + 1e-4))
+    with pytest.raises(NotRelocatable, match=r"rotates 62 elements .* 64"):
+        plain.check_against_frequencies(plain.inv_freq[1:])

@@ -259,9 +259,9 @@ def test_the_compiled_path_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without running a compiler: what `_prepare_gather` gets is what injection uses."""
     used: list[int] = []
 
-    def fake_compile(gather: Any, pool: torch.Tensor, half: int) -> Any:
+    def fake_compile(gather: Any, pool: torch.Tensor, turning: Rotary) -> Any:
         assert pool.shape[1:] == (2 * HEADS * DIM,)
-        assert half == DIM // 2
+        assert turning.rotary_dim == DIM
         return lambda *args: used.append(len(args[1])) or gather(*args)
 
     monkeypatch.setattr(movement, "compile_gather", fake_compile)

@@ -108,6 +108,7 @@ def make(
     seed: int,
     device: str = "cpu",
     pool_dtype: PoolDtype = "auto",
+    by_layer: bool = False,
 ) -> Case:
     generator = torch.Generator().manual_seed(seed)
     rng = np.random.default_rng(seed)
@@ -119,6 +120,8 @@ def make(
     fill(slab, content.to(slab.data.device, dtype))
     part = sizes.dim if sizes.rotary is None else sizes.rotary
     inv_freq = 1.0 / 10000.0 ** (torch.arange(0, part, 2, dtype=torch.float64) / part)
+    if by_layer:  # the last layer has no rotary embedding
+        inv_freq = torch.stack([inv_freq / (1 + layer) for layer in range(sizes.layers - 1)] + [0 * inv_freq])
     slab.origins.copy_(torch.from_numpy(rng.integers(0, 20000, len(slab.data))))
     block_size = sizes.block * (2 if seed % 2 else 1)
     moves = random_runs(rng, sizes, block_size, len(slab.data), seed)

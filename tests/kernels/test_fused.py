@@ -57,6 +57,16 @@ def test_injection_equals_the_portable_path(device: str, sizes: Sizes, interleav
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("interleaved", [False, True], ids=["half-split", "interleaved"])
+def test_layers_with_frequencies_of_their_own(device: str, interleaved: bool) -> None:
+    for seed, sizes in enumerate(SHAPES[:3]):
+        case = make(
+            "nhd", sizes, torch.float32, interleaved=interleaved, seed=seed, device=device, by_layer=True
+        )
+        check_injection(case, interpret=device == "cpu", ulps=16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("sizes", SHAPES[::3], ids=lambda s: f"{s.heads}x{s.dim}")
 def test_capture_is_bit_identical(device: str, layout: str, sizes: Sizes) -> None:
@@ -88,7 +98,6 @@ def test_quantized_rows(device: str, pool_dtype: PoolDtype, sizes: Sizes) -> Non
         check_capture(case, interpret=device == "cpu")
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_injects(device: str, layout: str) -> None:
     case = make(layout, Sizes(heads=2, dim=64), torch.bfloat16, interleaved=False, seed=3, device=device)

@@ -16,7 +16,7 @@ from inferscale.connector.movement import SCRATCH_BYTES, Caches, Mover
 from inferscale.kernels.reference import turn
 from inferscale.pool.moves import Int32Array, Moves
 from inferscale.pool.slab import Slab
-from inferscale.rope import Rotary, delta_cos_sin
+from inferscale.rope import CosSin, Rotary, delta_cos_sin
 
 
 class Averager:
@@ -46,14 +46,14 @@ class Averager:
             for numbers in (rows, slots, positions)
         )
         deltas = (places - slab.origins[row_index]).cpu()
-        cos, sin = (part.to(slab.data.device) for part in delta_cos_sin(deltas, self._rotary))
+        turn_by = CosSin(*(part.to(slab.data.device) for part in delta_cos_sin(deltas, self._rotary)))
         is_moved = (deltas != 0).to(slab.data.device)
         picked = slab.data[row_index]
         layouts = {id(layout): layout for layout in self._caches.layouts}  # few kinds, each shared by layers
         indices = {key: layout.element_index(slot_index) for key, layout in layouts.items()}
         for index, (layer, layout) in enumerate(zip(*self._caches, strict=True)):
             first = row_format.decode_layer(picked, index).to(torch.float32).unsqueeze(1)
-            keys, values = turn(first, cos, sin, is_moved, self._rotary, torch.float32)
+            keys, values = turn(first, *turn_by.of_layer(index), is_moved, self._rotary, torch.float32)
             second = flat_storage(layer.cache)[indices[id(layout)]].to(torch.float32)
             mean = (torch.stack((keys[0], values[0]), dim=1).flatten(1) + second) / 2
             row_format.store_layer(slab.data, row_index, index, mean.to(row_format.kv_dtype))

@@ -6,11 +6,10 @@ name, at start-up.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,8 +19,7 @@ import torch
 from inferscale.config import PoolDtype
 from inferscale.connector.groups import CacheGroup
 from inferscale.connector.layout import LayerCache
-from inferscale.errors import NotRelocatable, UnsupportedLayout
-from inferscale.rope import Rotary, rotary_from_config
+from inferscale.errors import UnsupportedLayout
 from inferscale.row_size import RowShape
 
 logger = logging.getLogger(__name__)
@@ -170,73 +168,6 @@ def layer_caches(
         names = [name for group in groups for name in group]
         layers.sort(key=lambda layer: names.index(layer.name))
     return layers
-
-
-def model_rotary(vllm_config: Any, layers: Sequence[LayerCache]) -> Rotary:
-    """The model's rotary embedding, checked against the engine's own tables. Raises NotRelocatable.
-
-    Those tables are in the rotary modules that stand beside the attention layers inside the model: all of
-    them must agree. Where a model keeps them elsewhere, one of the modules that vLLM built in this process
-    must agree (vllm/model_executor/layers/rotary_embedding/__init__.py, `_ROPE_DICT`); others there may
-    belong to other models.
-    """
-    head_dim = layers[0].head_dim
-    config = vllm_config.model_config.hf_text_config.to_dict()
-    beside = _rotaries_beside([layer.layer for layer in layers])
-    modules = beside or _rotaries_of_process(head_dim)
-    agreeing: list[Rotary] = []
-    refusal: NotRelocatable | None = None
-    for module in modules:
-        is_neox_style = bool(module.is_neox_style)
-        rotary = rotary_from_config(config, head_dim, interleaved=not is_neox_style)
-        try:
-            rotary.check_against_cache(module.cos_sin_cache, is_neox_style=is_neox_style)
-            agreeing.append(rotary)
-        except NotRelocatable as error:
-            refusal = error  # of the module built last, if several were: most likely this model's
-    if refusal is not None and (beside or not agreeing):
-        raise refusal
-    if not agreeing:
-        rotary_from_config(config, head_dim)  # names the variant where it knows it
-        raise NotRelocatable(
-            f"vLLM built no rotary embedding with head size {head_dim} for this model, so its keys cannot be "
-            "checked. Start vLLM without the connector."
-        )
-    if len({rotary.interleaved for rotary in agreeing}) > 1:
-        raise NotRelocatable(
-            "this process holds rotary embeddings of these frequencies in both pairing styles, and which one "
-            "is this model's cannot be seen. Start the model in a process of its own."
-        )
-    return agreeing[0]
-
-
-def _rotaries_beside(layers: Sequence[object]) -> list[Any]:
-    """Rotary modules that have a parent in common with one of these attention layers.
-
-    vLLM hands a connector its attention layers, but not the model. The layers' parents are found as what
-    refers to them: the dicts that hold the submodules of a module.
-    """
-    wanted = {id(layer) for layer in layers}
-    found: dict[int, Any] = {}
-    for parent in gc.get_referrers(*layers):
-        if isinstance(parent, dict) and any(id(child) in wanted for child in parent.values()):
-            found.update((id(child), child) for child in parent.values() if _is_rotary(child))
-    return list(found.values())
-
-
-def _rotaries_of_process(head_dim: int) -> list[Any]:
-    from vllm.model_executor.layers import rotary_embedding
-
-    known = getattr(rotary_embedding, "_ROPE_DICT", {})
-    return [module for module in known.values() if getattr(module, "head_size", None) == head_dim]
-
-
-def _is_rotary(module: object) -> bool:
-    return (
-        isinstance(module, torch.nn.Module)
-        and hasattr(module, "is_neox_style")
-        and isinstance(getattr(module, "cos_sin_cache", None), torch.Tensor)
-    )
 
 
 def model_fingerprint(vllm_config: Any) -> str:

@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from inferscale.config import connector_config
 from inferscale.connector import compat
 from inferscale.connector.disk_formats import remove_unused
+from inferscale.connector.loaded_rotary import model_rotary
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.scheduler import SchedulerSide
 from inferscale.connector.tiering import open_tiering
@@ -243,7 +244,7 @@ class InferScaleConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker = WorkerSide(
             self.config,
             layers,
-            compat.model_rotary(self._vllm_config, layers),
+            model_rotary(self._vllm_config, layers),
             self._cache.num_blocks,
             [group.block_size for group in self._cache.groups],
             lambda: compat.free_bytes_per_worker(self._vllm_config, layers[0].cache.device),

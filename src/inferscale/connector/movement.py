@@ -23,7 +23,7 @@ from inferscale.kernels.geometry import geometry_of
 from inferscale.kernels.reference import GatherFunction, compile_gather, make_gather, turn
 from inferscale.pool.moves import Int32Array, Moves, MovesBuilder
 from inferscale.pool.slab import Slab
-from inferscale.rope import Rotary, delta_cos_sin
+from inferscale.rope import CosSin, Rotary, delta_cos_sin
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class PortableMover:
         if not compile or not self._slab.shape.is_uniform:
             return gather
         with torch.inference_mode():
-            return compile_gather(gather, self._slab.data, self._rotary.rotary_dim // 2)
+            return compile_gather(gather, self._slab.data, self._rotary)
 
     @torch.inference_mode()
     def inject(self, moves: Moves) -> None:
@@ -94,11 +94,11 @@ class PortableMover:
 
     def _inject_piece(self, rows: Int32Array, slots: Int32Array, deltas: Int32Array) -> None:
         moves = torch.from_numpy(deltas).to(torch.int64)
-        cos, sin = (part.to(self._device) for part in delta_cos_sin(moves, self._rotary))
+        turn_by = CosSin(*(part.to(self._device) for part in delta_cos_sin(moves, self._rotary)))
         is_moved = (moves != 0).to(self._device)
         row_index, slot_index = self._to_device(rows), self._to_device(slots)
         if self._slab.shape.is_uniform:
-            gathered = self._gather(self._slab.data, row_index, cos, sin, is_moved)
+            gathered = self._gather(self._slab.data, row_index, *turn_by, is_moved)
             for layer, keys, values in zip(self._caches.layers, *gathered, strict=True):
                 write_kv(layer, keys, values, slot_index)
             return
@@ -106,7 +106,8 @@ class PortableMover:
         picked = self._slab.data[row_index]
         for index, layer in enumerate(self._caches.layers):
             decoded = row_format.decode_layer(picked, index).unsqueeze(1)
-            keys, values = turn(decoded, cos, sin, is_moved, self._rotary, row_format.kv_dtype)
+            cos_sin = turn_by.of_layer(index)
+            keys, values = turn(decoded, *cos_sin, is_moved, self._rotary, row_format.kv_dtype)
             write_kv(layer, keys[0], values[0], slot_index)
 
     @torch.inference_mode()

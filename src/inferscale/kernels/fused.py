@@ -76,7 +76,7 @@ class FusedMover:
         self._layer_offsets = torch.tensor(
             [start + geometry.origin for start in starts], dtype=torch.int64, device=self._device
         )
-        self._inv_freq = rotary.inv_freq.to(device=self._device, dtype=torch.float64)
+        self._inv_freq = rotary.inv_freq.to(device=self._device, dtype=torch.float64).contiguous()
         self._num_layers = len(caches)
         self._staging = Staging(min(2 * max_tokens, _STAGED_NUMBERS), self._device)
         elements, scales = _views(slab)
@@ -253,6 +253,7 @@ def _rotation_constants(rotary: Rotary, dim: int, group: int) -> dict[str, int]:
     return {
         "PAIRS": rotary.rotary_dim // 2,
         "INTERLEAVED": rotary.interleaved,
+        "LAYER_PAIRS": rotary.rotary_dim // 2 if rotary.is_by_layer else 0,
         **_grid("PAIR", part, group),
         **_grid("REST", dim - rotary.rotary_dim, group),
     }

@@ -40,7 +40,7 @@ def turn(
 ) -> KeysValues:
     """Tokens [n, layers, 2, num_kv_heads, head_dim] with their keys rotated, in `dtype`.
 
-    cos, sin: float32 [n, rotary_dim / 2]. is_moved: bool [n]; other tokens keep their bits (x·1 − y·0 could
+    cos, sin: as of `CosSin`. is_moved: bool [n]; other tokens keep their bits (x·1 − y·0 could
     change the sign of a zero).
     """
     keys, values = picked.transpose(0, 1).unbind(2)
@@ -64,17 +64,17 @@ def make_gather(rotary: Rotary, row_format: RowFormat) -> GatherFunction:
     return gather
 
 
-def compile_gather(gather: GatherFunction, pool: torch.Tensor, half: int) -> GatherFunction:
+def compile_gather(gather: GatherFunction, pool: torch.Tensor, rotary: Rotary) -> GatherFunction:
     """`gather` compiled for this pool, or `gather` itself where no compiler works.
 
-    Compiles now, for any number of rows, so that no request pays for it. half: rotary_dim / 2.
+    Compiles now, for any number of rows, so that no request pays for it.
     """
     compiled: GatherFunction = torch.compile(gather, dynamic=True)
     try:
         for n in (5, 64):
             rows = torch.arange(n, device=pool.device) % pool.shape[0]
             # Two tensors: a guard on `cos is sin` would make the first request compile again.
-            cos, sin = torch.ones((n, half), device=pool.device), torch.zeros((n, half), device=pool.device)
+            cos, sin = (part.to(pool.device) for part in rotary.cos_sin(torch.zeros(n, dtype=torch.int64)))
             moved = torch.zeros(n, dtype=torch.bool, device=pool.device)
             compiled(pool, rows, cos, sin, moved)
     except Exception as error:  # noqa: BLE001 — torch.compile fails in many ways; the plain function is always right

@@ -132,9 +132,13 @@ def _cache_offset(
 
 
 @triton.jit
-def _angle(delta, inv_freq, pair, PAIRS: tl.constexpr):
-    """delta · inv_freq in float64, reduced to [−π, π], in float32."""
-    turns = delta.to(tl.float64) * tl.load(inv_freq + pair, mask=pair < PAIRS, other=0.0)
+def _angle(delta, layer, inv_freq, pair, PAIRS: tl.constexpr, LAYER_PAIRS: tl.constexpr):
+    """delta · inv_freq in float64, reduced to [−π, π], in float32. LAYER_PAIRS: from one layer's frequencies
+    to those of the next, 0 where they share them."""
+    at = pair
+    if LAYER_PAIRS > 0:
+        at = layer * LAYER_PAIRS + pair
+    turns = delta.to(tl.float64) * tl.load(inv_freq + at, mask=pair < PAIRS, other=0.0)
     turns = turns * _PER_TURN
     return ((turns - tl.floor(turns + 0.5)) * _TURN).to(tl.float32)
 
@@ -168,6 +172,7 @@ def inject_kernel(
     SCALES_AT: tl.constexpr,
     PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    LAYER_PAIRS: tl.constexpr,
     PROMPT_BLOCK: tl.constexpr,
     ONE_RUN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -213,7 +218,7 @@ def inject_kernel(
     pair = _grid(PAIR_GROUPS, PAIR_LANES)
     if INTERLEAVED:
         pair = tl.arange(0, PAIR_GROUPS * PAIR_LANES // 2)[None, None, :]
-        angle = _angle(delta[:, None, None], inv_freq, pair, PAIRS)
+        angle = _angle(delta[:, None, None], layer[:, None, None], inv_freq, pair, PAIRS, LAYER_PAIRS)
         is_moved = (delta != 0)[:, None, None]
         flat = _grid(PAIR_GROUPS, PAIR_LANES)
         both = _read(
@@ -224,7 +229,9 @@ def inject_kernel(
         turned = tl.reshape(tl.join(turned_x, turned_y), (UNITS, BLOCK_HEADS, PAIR_GROUPS, PAIR_LANES))
         tl.store(cache + target + (head * HEAD_STRIDE + flat), turned, mask=mask & (flat < 2 * PAIRS))
     else:
-        angle = _angle(delta[:, None, None, None], inv_freq, pair, PAIRS)
+        angle = _angle(
+            delta[:, None, None, None], layer[:, None, None, None], inv_freq, pair, PAIRS, LAYER_PAIRS
+        )
         is_moved = (delta != 0)[:, None, None, None]
         first = _read(
             slab, source, scales, scale_source, head, 0, PAIRS, mask, DIM, GROUP, PAIR_GROUPS, PAIR_LANES
