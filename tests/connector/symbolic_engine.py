@@ -161,7 +161,9 @@ class SymbolicWorker:
         self.captures_are_exact = True
         self.failed_blocks: set[int] = set()
         self.failed_requests: set[str] = set()
-        self.lower: dict[tuple[str, str], tuple[list[list[Symbol]], int]] = {}  # by tier and key; and the origin
+        self.lower: dict[
+            tuple[str, str], tuple[list[list[Symbol]], int]
+        ] = {}  # by tier and key; and the origin
         self.coming: list[list[Any]] = []  # [steps that are left, load]
         self.load_steps = 2
         self.failing_loads = False

@@ -51,7 +51,9 @@ def test_what_a_group_holds() -> None:
     assert FULL.holds([0, 4], 0, 32), "a full group is not asked for the null block"
 
 
-def test_only_what_is_seen_is_injected(make_engine: Make, runner: str, groups: tuple[CacheGroup, ...]) -> None:
+def test_only_what_is_seen_is_injected(
+    make_engine: Make, runner: str, groups: tuple[CacheGroup, ...]
+) -> None:
     """Behind a run of 147 tokens; the worker compares every token that a step reads."""
     engine = make_engine(runner=runner, groups=groups, max_batched_tokens=256)
     engine.encode("e", [3, *FACT, *OTHER, *LONG], (1, 31), (31, 48), (48, 148))
@@ -90,7 +92,7 @@ def test_a_chunked_prefill_captures_piece_by_piece(
 
 
 def test_a_segment_is_not_used_before_its_last_piece(make_engine: Make, runner: str) -> None:
-    engine = make_engine(runner=runner, groups=(FULL, WINDOW), max_batched_tokens=40)
+    engine = make_engine(runner=runner, groups=(FULL, NARROW), max_batched_tokens=40)
     engine.encode("e", LONG, (0, 100))
     for _ in range(2):
         engine.step()
@@ -122,7 +124,8 @@ def test_pages_of_a_span_that_is_not_finished_come_back(
     engine.run()
     table = engine.side.table
     assert not table.holds(key_of(LONG))
-    assert table.is_resident(key_of(OTHER)) == (how in ("failure", "forgotten"))
+    if how != "failure":  # whose step may have been that of the other span too
+        assert table.is_resident(key_of(OTHER)) == (how == "forgotten")
     assert table.num_free_pages == table.num_pages - (5 if table.is_resident(key_of(OTHER)) else 0)
     engine.check_idle()
 
@@ -172,7 +175,7 @@ def test_a_pass_in_parts_uses_the_prefix_cache(make_engine: Make, runner: str) -
         engine.encode(f"e{number}", prompt[:end], *spans)
         engine.run()
         cached = engine.outcomes[f"e{number}"]["cached_tokens"]
-        assert cached == (0, 16, 48)[number]
+        assert cached == (0, 32, 64)[number]
     assert engine.side.counters.captures == 3
     engine.check_idle()
 
@@ -215,9 +218,10 @@ def test_two_captures_of_one_segment(make_engine: Make, runner: str, depth: int)
 
 def test_the_second_capture_waits_for_all_of_the_first(make_engine: Make, runner: str) -> None:
     """While only a piece of the first is there, the second is not taken."""
-    engine = make_engine(runner=runner, groups=(FULL, WINDOW), max_batched_tokens=60)
+    engine = make_engine(runner=runner, groups=(FULL, NARROW), max_batched_tokens=60)
     engine.encode("first", [3, *LONG], (1, 101), part=1)
-    engine.encode("second", [4, *LONG], (1, 101), part=2)
+    engine.step()
+    engine.encode("second", [4, *OTHER, *LONG], (18, 118), part=2)
     engine.run()
     assert engine.side.counters.captures_without_first == 1
     assert not engine.side.table.is_resident(key_of(LONG))
@@ -265,7 +269,7 @@ def test_random_work_with_windows(
         runner=runner,
         depth=depth,
         groups=groups,
-        num_blocks=20 * len(groups),
+        num_blocks=12 + sum(16 * BLOCK_SIZE // group.block_size for group in groups),
         max_batched_tokens=40,
         pool_pages=24,
         reports_without_forward=False,
@@ -273,7 +277,7 @@ def test_random_work_with_windows(
     engine.worker.captures_are_exact = False  # encode and chat requests share prefix-cache blocks here
     epochs = [0]
     names: list[str] = []
-    for number in range(80):
+    for number in range(120):
         if engine.scheduler.get_num_unfinished_requests() < 12:
             add_something(engine, rng, number, epochs)
             names.append(f"r{number}")

@@ -64,7 +64,9 @@ def test_capture_over_chunked_prefill(make_engine: Make, runner: str, depth: int
         entry = engine.side.table.get(key_of(fact))
         assert entry is not None
         rows = entry.rows.tolist()
-        assert [engine.worker.pool[row][0][:2] for row in rows] == [(t, origin + i) for i, t in enumerate(fact)]
+        assert [engine.worker.pool[row][0][:2] for row in rows] == [
+            (t, origin + i) for i, t in enumerate(fact)
+        ]
 
 
 @pytest.mark.parametrize("end", [19, 20, 21, 22])

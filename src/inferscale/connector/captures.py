@@ -80,7 +80,9 @@ class Captures:
                 end = min(span.end, one.num_computed)
                 if end <= start or (end < span.end and start >= held_next):
                     continue  # nothing of it is computed, or all that is can be had in the next step too
-                entry = self._entry_for(span, state, piece, start >= held and self._is_held(state, start, end))
+                entry = self._entry_for(
+                    span, state, piece, start >= held and self._is_held(state, start, end)
+                )
                 if entry is not None:
                     self._order_piece(second if span.part == 2 else whole, span, state, entry, start, end)
         return build_groups(whole), build_groups(second)
@@ -110,7 +112,9 @@ class Captures:
             self._begun[span.key] = entry
         self._open.append(Written(entry, span.part == 1, is_whole))
         rows = entry.packed_rows[4 * (start - span.start) : 4 * (end - span.start)]
-        shift = span.misplaced_blocks * self._misplaced_tokens  # on purpose; the tokens lie in their own slots
+        shift = (
+            span.misplaced_blocks * self._misplaced_tokens
+        )  # on purpose; the tokens lie in their own slots
         for builder, group, block_ids in zip(builders, self._groups, state.block_ids, strict=True):
             padding = [0] * (shift // group.block_size)
             builder.add(rows, start + shift, padding + block_ids if padding else block_ids)
@@ -122,7 +126,9 @@ class Captures:
         or there is no room, no first part, or no KV of its beginning any more."""
         entry: Entry | None = None
         if piece is not None:
-            entry = piece.entry if self._table.get(span.key) is piece.entry else None  # not forgotten meanwhile
+            entry = (
+                piece.entry if self._table.get(span.key) is piece.entry else None
+            )  # not forgotten meanwhile
             if not is_held and entry is not None:
                 self._counters.captures_out_of_reach += 1
                 entry = None

@@ -86,7 +86,9 @@ def _group_of(spec: Any, block_size: int) -> CacheGroup:
             "attention only. Start vLLM without the connector."
         )
     if getattr(spec, "head_size_v", None) not in (None, spec.head_size):
-        raise UnsupportedLayout("Keys and values of the model have different sizes; InferScale needs one size.")
+        raise UnsupportedLayout(
+            "Keys and values of the model have different sizes; InferScale needs one size."
+        )
     return group
 
 
@@ -159,9 +161,7 @@ def layer_caches(
                 f"Layer {name} ({type(layer).__name__}) has no ordinary paged KV cache; InferScale cannot "
                 "inject into it. Start vLLM without the connector."
             )
-        layers.append(
-            LayerCache(name, layer, cache, layer.num_kv_heads, layer.head_size, group_of[name])
-        )
+        layers.append(LayerCache(name, layer, cache, layer.num_kv_heads, layer.head_size, group_of[name]))
     if not layers:
         raise UnsupportedLayout("The model has no attention layer with a paged KV cache.")
     if len(groups) > 1:

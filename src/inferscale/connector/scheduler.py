@@ -74,6 +74,7 @@ class SchedulerSide:
         self._claims: dict[str, tuple[Run, Any]] = {}
         self._captures = Captures(table, tiering, self.counters, groups)
         self._epochs: dict[str, int] = {}
+        self._to_compute: list[Any] = []  # requests that are to read no prefix cache from the next step on
 
     # match ------------------------------------------------------------------------------------
 
@@ -98,7 +99,7 @@ class SchedulerSide:
             return 0
         if self._captures.is_out_of_reach(state, num_computed) and not state.plan.segments:
             # An encode pass whose KV the prefix cache has, but gives it the end of: it is computed anew.
-            request.skip_reading_prefix_cache = True
+            self._to_compute.append(request)
             return None
         if getattr(request, "skip_reading_prefix_cache", False) and state.plan.segments:
             state.reason = "prompt log-probabilities need every prompt token computed"
@@ -236,6 +237,8 @@ class SchedulerSide:
             self.tiering.pace.note_step(scheduler_output.total_num_scheduled_tokens, time.monotonic())
             orders.tiers = self.tiering.take_orders()
         self._claims.clear()
+        while self._to_compute:  # now only: vLLM takes no waiting from a request that reads none
+            self._to_compute.pop().skip_reading_prefix_cache = True
         # Only captures need a report; a step without tokens is not even reported by every model runner.
         orders.step = self._captures.close()
         return orders
