@@ -1,12 +1,12 @@
 """vLLM's real scheduler with our connector, and a worker that keeps symbols instead of KV.
 
-A slot of the paged cache and a row of the pool hold a `Symbol` for each KV cache group: token id, the position
-its key is rotated to, and a digest of everything it attended to, which is what its group sees. So a test sees at once whether injection,
-capture, preemption or page reuse put the wrong KV somewhere: before every "forward pass" each
-position that attention would read is compared with the request's tokens, and a captured span with
-what a cold prefill of the encode request would hold. Both shapes of scheduler output (model
-runner V1 and V2) and pipelined steps (async scheduling) run through the same code. Also
-runs under vLLM 0.25.1 (see `record_steps.py`).
+A slot of the paged cache and a row of the pool hold a `Symbol` for each KV cache group: token id, the
+position its key is rotated to, and a digest of everything it attended to, which is what its groups see. So a
+test sees at once whether injection, capture, preemption or page reuse put the wrong KV somewhere: in every
+"forward pass" each position that attention reads is compared with the request's tokens, and a captured span
+with what a cold prefill of the encode request would hold. Both shapes of scheduler output (model runner V1
+and V2) and pipelined steps (async scheduling) run through the same code. Also runs under vLLM 0.25.1 (see
+`record_steps.py`).
 """
 
 from __future__ import annotations
@@ -335,13 +335,12 @@ def token_at(request: Request, position: int) -> int:
 
 
 def scheduled(output: Any) -> list[tuple[str, int, int]]:
-    """(request id, tokens computed before, tokens of this step) of every scheduled request."""
+    """(request id, tokens computed before, tokens of this step) of every scheduled request, in the order in
+    which they were scheduled: a later one may find blocks of an earlier one in the prefix cache."""
     cached = output.scheduled_cached_reqs
-    before = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
-    before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    return [
-        (request_id, computed, output.num_scheduled_tokens[request_id]) for request_id, computed in before
-    ]
+    before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return [(request_id, before[request_id], n) for request_id, n in output.num_scheduled_tokens.items()]
 
 
 class SymbolicEngine:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +29,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class CacheShape(NamedTuple):
-    """num_blocks, groups: of vLLM's scheduler. layers: names, by group. token, dtype: what one worker keeps of
-    one token, in the order of the groups."""
+    """num_blocks, groups: of vLLM's scheduler. layers: names, by group. token, dtype: what one worker keeps
+    of one token, in the order of the groups."""
 
     num_blocks: int
     groups: tuple[CacheGroup, ...]
@@ -56,8 +56,8 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
         kinds = {_group_of(spec, group.kv_cache_spec.block_size) for spec in per_layer}
         if len(kinds) != 1:
             raise UnsupportedLayout(
-                "Layers with different windows share a group of KV caches; InferScale needs a group for each. "
-                "Start vLLM without the connector."
+                "Layers with different windows share a group of KV caches; InferScale needs a group for "
+                "each. Start vLLM without the connector."
             )
         groups.append(kinds.pop())
         shapes += [(spec.num_kv_heads, spec.head_size) for spec in per_layer]

@@ -58,8 +58,8 @@ class Mover(Protocol):
 
 
 class Caches(NamedTuple):
-    """Layers of one KV cache group, and the probed layout of each. first: where the first of them stands among
-    the layers of the pool's rows; the others follow it."""
+    """Layers of one KV cache group, and the probed layout of each. first: where the first of them stands
+    among the layers of the pool's rows; the others follow it."""
 
     layers: Sequence[LayerCache]
     layouts: Sequence[BlockLayout]

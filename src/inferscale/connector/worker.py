@@ -23,9 +23,9 @@ from inferscale.connector.layout import BlockLayout, LayerCache, check_layout, p
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.movement import Caches, Part, choose_mover
 from inferscale.errors import PoolTooLarge, UnsupportedLayout
+from inferscale.kernels.staging import Staging
 from inferscale.pool.disk import DiskStore
 from inferscale.pool.lower import LowerTiers
-from inferscale.kernels.staging import Staging
 from inferscale.pool.moves import GroupMoves, Int32Array
 from inferscale.pool.row_format import RowFormat
 from inferscale.pool.slab import Slab, num_pages
@@ -39,8 +39,8 @@ class WorkerSide:
     """The pool of one worker.
 
     layers: by KV cache group, in the order that rows have them; all caches on one device with one dtype.
-    num_blocks: of vLLM's scheduler; block_sizes: of its groups. free_bytes: asked once, after vLLM took its memory. Raises UnsupportedLayout
-    and PoolTooLarge.
+    num_blocks: of vLLM's scheduler; block_sizes: of its groups. free_bytes: asked once, after vLLM took its
+    memory. Raises UnsupportedLayout and PoolTooLarge.
     """
 
     def __init__(
