@@ -98,6 +98,7 @@ def test_quantized_rows(device: str, pool_dtype: PoolDtype, sizes: Sizes) -> Non
         check_capture(case, interpret=device == "cpu")
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_injects(device: str, layout: str) -> None:
     case = make(layout, Sizes(heads=2, dim=64), torch.bfloat16, interleaved=False, seed=3, device=device)
