@@ -146,6 +146,7 @@ REFUSED = [
     ("NoPE", {"model_type": "cohere2_moe", "rope_theta": 1e4}),
     ("NoPE", {"model_type": "llama4_text", "rope_theta": 1e4}),
     ("NoPE", {"model_type": "something", "no_rope_layer_interval": 4, "rope_theta": 1e4}),
+    ("a norm with weights behind its rotary", {"model_type": "hunyuan_v1_dense", "rope_theta": 1e4}),
     ("indexer", {"rope_theta": 1e4, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_topk": 2048}),
     ("unknown 'spiral'", {"rope_theta": 1e4, "rope_scaling": {"rope_type": "spiral"}}),
     ("partial rotary (33 of 64", {"rope_parameters": {"rope_theta": 1e4, "rope_dim": 33}}),

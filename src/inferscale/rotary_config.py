@@ -68,6 +68,9 @@ _UNKNOWN_LAYERS_WITHOUT = frozenset({"cohere2_moe"})
 _YARN = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 _LONGROPE = ("longrope", "su")
 
+_NORM_BEHIND = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl"})
+"""Model types that multiply each element of a rotated key by a weight of its own."""
+
 Parameters = dict[str, Any]
 """Of one layer: `rope_type`, `rope_theta` and what else its type needs."""
 
@@ -249,6 +252,8 @@ def _refuse(config: Mapping[str, Any]) -> None:
     for name in ("local_rope_theta", "global_rope_theta"):
         if config.get(name) is not None:
             raise _refusal(f"per-layer-type ({name})")
+    if model_type in _NORM_BEHIND:
+        raise _refusal("a norm with weights behind its")
     if config.get("index_topk"):
         raise _refusal("sparse latent-attention (an indexer with keys of its own)")
     if config.get("dual_chunk_attention_config"):

@@ -328,12 +328,13 @@ class EngineHost:
 
 
 def _token_bytes(checkpoint: str) -> int:
-    """KV of one token in float32, from the model's configuration."""
+    """KV of one token in float32, from the model's configuration; of latent attention more than it needs."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(checkpoint)
+    config = AutoConfig.from_pretrained(checkpoint).get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return int(config.num_hidden_layers * 2 * config.num_key_value_heads * head_dim * 4)
+    return int(config.num_hidden_layers * 2 * heads * head_dim * 4)
 
 
 def turn_wrongly(factor: float) -> None:
