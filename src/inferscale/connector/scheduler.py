@@ -22,13 +22,14 @@ import logging
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from inferscale.connector.captures import Captures, Capturing
 from inferscale.connector.groups import NULL_BLOCK, CacheGroup
 from inferscale.connector.locate import NO_RUN, Run, leading_run, locate
 from inferscale.connector.messages import StepOrders, StepReport
+from inferscale.connector.scheduled import allocated, computed_before
 from inferscale.connector.state import Counters, RequestState, outcome_of, sizes_of
 from inferscale.connector.tiering import Tiering, Wait
 from inferscale.errors import EngineError, PlanRejected
@@ -248,12 +249,12 @@ class SchedulerSide:
             return ()
         builders = [MovesBuilder(group.block_size) for group in self.groups]
         missing = dict(self._claims)
-        for request_id, block_ids in _allocated(scheduler_output, self._claims):
+        for request_id, block_ids in allocated(scheduler_output, self._claims):
             run, _ = missing.pop(request_id)
             rows = b"".join([entry.packed_rows for entry in run.entries])
             first_row = run.segment_starts[0]
             for builder, group, ids in zip(builders, self.groups, block_ids, strict=True):
-                start = max(run.start, group.held_from(run.end))
+                start = max(run.start, group.held_from(run.end))  # what is before it, its layers never see
                 if not group.holds(ids, start, run.end):
                     raise EngineError(f"vLLM gave no blocks for tokens {start} to {run.end} of {request_id}.")
                 if start < run.end:
@@ -299,7 +300,7 @@ class SchedulerSide:
         return moves
 
     def _capturing(self, scheduler_output: Any) -> Iterator[Capturing]:
-        for request_id, num_computed in _computed_before(scheduler_output):
+        for request_id, num_computed in computed_before(scheduler_output):
             state = self._followed.get(request_id)
             if state is None or not state.plan.captures or not state.can_inject or not state.can_capture:
                 continue
@@ -326,10 +327,10 @@ class SchedulerSide:
         if not self._broken:
             return []
         broken, self._broken = self._broken, {}
-        allocated = dict(_allocated(scheduler_output, broken))
+        given = dict(allocated(scheduler_output, broken))
         failed: list[int] = []
         for request_id, blocks in broken.items():
-            block_ids = allocated.get(request_id) or blocks.get_block_ids()
+            block_ids = given.get(request_id) or blocks.get_block_ids()
             state = self._requests.get(request_id)
             # The prefix-cache blocks in front are sound, and other requests may share them.
             start = 0 if state is None else state.match_start
@@ -428,27 +429,3 @@ class SchedulerSide:
         self.table.clear()
         if self.tiering is not None:
             self.tiering.clear()
-
-
-def _allocated(
-    scheduler_output: Any, request_ids: Collection[str]
-) -> Iterator[tuple[str, Sequence[list[int]]]]:
-    """Those of these requests that begin or resume in this step, each with all of its blocks, by group."""
-    num_left = len(request_ids)
-    for new in scheduler_output.scheduled_new_reqs:
-        if new.req_id in request_ids:
-            num_left -= 1
-            yield new.req_id, new.block_ids
-    if num_left:  # model runner V1 tells of resumed requests here
-        cached = scheduler_output.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in request_ids and block_ids is not None:
-                yield request_id, block_ids
-
-
-def _computed_before(scheduler_output: Any) -> list[tuple[str, int]]:
-    """(request id, tokens computed before this step) of every scheduled request."""
-    cached = scheduler_output.scheduled_cached_reqs
-    return [(new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs] + list(
-        zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    )
