@@ -7,7 +7,7 @@ import pytest
 import torch
 from fake_layers import flash_03x
 
-from inferscale.connector.averaging import Averager
+from inferscale.connector.averaging import Averager, mean_of_same_length
 from inferscale.connector.layout import LayerCache, flat_storage, probe_layout
 from inferscale.connector.movement import Caches, PortableMover, _write_random
 from inferscale.pool.moves import single_run
@@ -69,6 +69,6 @@ def test_mean_of_two_captures(heads: tuple[int, ...]) -> None:
     deltas = torch.full((TOKENS,), INJECTED_AT - CAPTURED_AT)
     for index in range(3):
         moved = relocate(keys_at(caches, index, 1), deltas, ROTARY.of_layer(index))
-        wanted = (moved + keys_at(caches, index, 3)) / 2
+        wanted = mean_of_same_length(moved, keys_at(caches, index, 3))
         found = slab.format.decode_layer(slab.data[:TOKENS], index)[:, 0]
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)

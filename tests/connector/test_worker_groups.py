@@ -11,6 +11,7 @@ from fake_layers import LAYOUTS
 
 from inferscale.config import ConnectorConfig
 from inferscale.connector import movement
+from inferscale.connector.averaging import mean_of_same_length
 from inferscale.connector.layout import LayerCache, flat_storage
 from inferscale.connector.messages import StepOrders
 from inferscale.connector.movement import Caches, PortableMover, choose_mover
@@ -145,8 +146,9 @@ def test_a_second_capture_leaves_the_mean_in_all_groups(pool_dtype: str) -> None
     for index, layer in enumerate(side.layers):
         keys, values = read(side, index, TO[layer.group])
         moved = relocate(first[index][0], torch.full((12,), CAPTURED), rotary_of(BASES[index], dim))
-        torch.testing.assert_close(keys, (moved + second[index][0]) / 2, atol=tolerance, rtol=tolerance)
-        mean = (first[index][1] + second[index][1]) / 2
+        mean = mean_of_same_length(moved, second[index][0])
+        torch.testing.assert_close(keys, mean, atol=tolerance, rtol=tolerance)
+        mean = mean_of_same_length(first[index][1], second[index][1])
         torch.testing.assert_close(values, mean, atol=tolerance, rtol=tolerance)
 
 

@@ -345,7 +345,7 @@ def test_orders_from_before_other_weights_are_not_carried_out(caplog: pytest.Log
     report = side.take_report()
     assert report is not None
     assert report.weights == 1
-    orders = StepOrders(step=1, injection=injection, capture=capture)
+    orders = StepOrders(step=1, injection=(injection,), capture=(capture,))
     side.before_forward(orders)
     side.after_forward(orders)
     assert torch.equal(read(side, 0, FIRST)[0], before)
@@ -354,7 +354,7 @@ def test_orders_from_before_other_weights_are_not_carried_out(caplog: pytest.Log
     assert report is not None
     assert (report.done, report.failed_captures, report.weights) == ({1}, {1}, 1)
     assert side.take_report() is None
-    orders = StepOrders(step=2, injection=injection, capture=capture, weights=1)
+    orders = StepOrders(step=2, injection=(injection,), capture=(capture,), weights=1)
     side.before_forward(orders)
     side.after_forward(orders)
     assert side.take_failed_blocks() == set()
