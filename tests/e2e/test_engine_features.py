@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +23,7 @@ from harness.reference import Reference
 from inferscale.adapters import model_with_adapter
 from inferscale.plan import Segment, Span, segment_key
 from inferscale.windows import sliding
+from memory_server import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -262,3 +266,36 @@ def test_what_is_refused_at_the_start(
     ranks = (("VLLM_CPU_OMP_THREADS_BIND", "0|1"),) if "pipeline_parallel_size" in arguments else ()
     with pytest.raises(EngineFailed, match=f"InferScale does not support {reason}"):
         engine(checkpoint("llama"), engine_args=json.dumps(arguments), environment=ranks)
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(900)
+def test_data_parallel_engines_are_refused_at_the_start(checkpoint: Callable[[str], Path]) -> None:
+    """By vLLM's own flags; a dense model's engines are told that each is alone, but for their number."""
+    transfer = {
+        "kv_connector": "InferScaleConnector",
+        "kv_connector_module_path": "inferscale.connector",
+        "kv_role": "kv_both",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(checkpoint("llama")),
+    ]
+    command += [
+        "--skip-tokenizer-init",
+        "--enforce-eager",
+        "--max-model-len",
+        "512",
+        "--port",
+        str(free_port()),
+    ]
+    command += ["--data-parallel-size", "2", "--kv-transfer-config", json.dumps(transfer)]
+    variables = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=800)
+    assert ended.returncode != 0
+    assert "InferScale does not support data parallelism (run one server for each replica)" in (
+        ended.stdout + ended.stderr
+    )
