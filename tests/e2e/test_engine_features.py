@@ -257,21 +257,21 @@ def test_quantized_weights(
         pytest.param(
             {"runner": "pooling", "convert": "embed"}, "models served for pooling", marks=pytest.mark.wide
         ),
-        pytest.param({"pipeline_parallel_size": 2}, "pipeline parallelism", marks=pytest.mark.wide),
     ],
 )
 def test_what_is_refused_at_the_start(
     checkpoint: Callable[[str], Path], engine: EngineCache, arguments: dict[str, Any], reason: str
 ) -> None:
-    ranks = (("VLLM_CPU_OMP_THREADS_BIND", "0|1"),) if "pipeline_parallel_size" in arguments else ()
     with pytest.raises(EngineFailed, match=f"InferScale does not support {reason}"):
-        engine(checkpoint("llama"), engine_args=json.dumps(arguments), environment=ranks)
+        engine(checkpoint("llama"), engine_args=json.dumps(arguments))
 
 
 @pytest.mark.wide
 @pytest.mark.timeout(900)
-def test_data_parallel_engines_are_refused_at_the_start(checkpoint: Callable[[str], Path]) -> None:
-    """By vLLM's own flags; a dense model's engines are told that each is alone, but for their number."""
+@pytest.mark.parametrize("kind", ["data", "pipeline"])
+def test_parallelism_that_is_refused_by_the_connector(checkpoint: Callable[[str], Path], kind: str) -> None:
+    """Where vLLM's own flags ask for it; engines of a dense model are told that each is alone, but for their
+    number."""
     transfer = {
         "kv_connector": "InferScaleConnector",
         "kv_connector_module_path": "inferscale.connector",
@@ -284,18 +284,11 @@ def test_data_parallel_engines_are_refused_at_the_start(checkpoint: Callable[[st
         "--model",
         str(checkpoint("llama")),
     ]
-    command += [
-        "--skip-tokenizer-init",
-        "--enforce-eager",
-        "--max-model-len",
-        "512",
-        "--port",
-        str(free_port()),
-    ]
-    command += ["--data-parallel-size", "2", "--kv-transfer-config", json.dumps(transfer)]
+    command += f"--skip-tokenizer-init --enforce-eager --max-model-len 512 --port {free_port()}".split()
+    command += [f"--{kind}-parallel-size", "2", "--kv-transfer-config", json.dumps(transfer)]
     variables = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    if kind == "pipeline":
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=800)
     assert ended.returncode != 0
-    assert "InferScale does not support data parallelism (run one server for each replica)" in (
-        ended.stdout + ended.stderr
-    )
+    assert f"InferScale does not support {kind} parallelism" in ended.stdout + ended.stderr
