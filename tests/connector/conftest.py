@@ -43,6 +43,8 @@ class NoServer:
 @pytest.fixture
 def make_engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SymbolicEngine]]:
     monkeypatch.setattr("inferscale.connector.connector.ResidencyServer", NoServer)
+    # In this process pytest reads our log; some releases of vLLM have set up theirs by now.
+    monkeypatch.setattr("inferscale.connector.connector.share_engine_log", lambda: None)
     engines: list[SymbolicEngine] = []
 
     def make(**settings: Any) -> SymbolicEngine:

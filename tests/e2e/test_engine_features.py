@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,6 +23,7 @@ from harness.reference import Reference
 from inferscale.adapters import model_with_adapter
 from inferscale.plan import Segment, Span, segment_key
 from inferscale.windows import sliding
+from memory_server import free_port
 
 pytestmark = pytest.mark.engine
 
@@ -253,11 +257,38 @@ def test_quantized_weights(
         pytest.param(
             {"runner": "pooling", "convert": "embed"}, "models served for pooling", marks=pytest.mark.wide
         ),
-        pytest.param({"pipeline_parallel_size": 2}, "pipeline parallelism", marks=pytest.mark.wide),
     ],
 )
 def test_what_is_refused_at_the_start(
     checkpoint: Callable[[str], Path], engine: EngineCache, arguments: dict[str, Any], reason: str
 ) -> None:
-    with pytest.raises(EngineFailed, match=f"UnsupportedLayout: InferScale does not support {reason}"):
+    with pytest.raises(EngineFailed, match=f"InferScale does not support {reason}"):
         engine(checkpoint("llama"), engine_args=json.dumps(arguments))
+
+
+@pytest.mark.wide
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["data", "pipeline"])
+def test_parallelism_that_is_refused_by_the_connector(checkpoint: Callable[[str], Path], kind: str) -> None:
+    """Where vLLM's own flags ask for it; engines of a dense model are told that each is alone, but for their
+    number."""
+    transfer = {
+        "kv_connector": "InferScaleConnector",
+        "kv_connector_module_path": "inferscale.connector",
+        "kv_role": "kv_both",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(checkpoint("llama")),
+    ]
+    command += f"--skip-tokenizer-init --enforce-eager --max-model-len 512 --port {free_port()}".split()
+    command += [f"--{kind}-parallel-size", "2", "--kv-transfer-config", json.dumps(transfer)]
+    variables = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    if kind == "pipeline":
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=800)
+    assert ended.returncode != 0
+    assert f"InferScale does not support {kind} parallelism" in ended.stdout + ended.stderr
