@@ -13,7 +13,7 @@ nothing passes between it and the replicas for ten seconds. At the end it ends w
   is unknown to both replicas;
 - no answer of any kind held the secret code of another user: a fact in a prompt is in the answer's `memory`;
 - errors were only those of requests that stored and were on the killed replica (503, which says so), and of
-  requests while the database was out of reach;
+  requests while the database was out of reach, and in the ten seconds after;
 - 95 % of each user's requests went to one replica, before the kill and after both failures.
 
 No time decides. Needs `pip install "inferscale[ray]"`. Appended to OUT: counts, shares, and what went wrong.

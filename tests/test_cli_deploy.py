@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from inferscale.cli import deploy as deploy_module
 from inferscale.cli.app import main
-from inferscale.cli.deploy import _check_fits, _reason
+from inferscale.cli.deploy import _check_fits, _check_reached, _reason
 from inferscale.deployment.settings import APP, ReplicaSettings, Scaling
 from inferscale.errors import EngineError
 
@@ -20,6 +22,7 @@ yaml: Any = pytest.importorskip("yaml")
 def _machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("inferscale.serve_command.find_spec", lambda name: object())
     monkeypatch.setattr("inferscale.cli.deploy.prepare_engine", lambda *, verbose: None)
+    monkeypatch.setattr("inferscale.engine_budget.find_gpus", lambda workers: [])
     monkeypatch.setenv("INFERSCALE_HOME", str(tmp_path))
     for name in (
         "VLLM_API_KEY",
@@ -55,6 +58,18 @@ def test_options_of_serve_and_flags_of_vllm(tmp_path: Path) -> None:
         "memory": {"pool_size_bytes": 2**30, "server": {"data_dir": str(tmp_path), "top_k": 7}},
     }
     assert application["deployments"][0]["num_replicas"] == 3
+
+
+def test_gpus_of_this_machine_are_in_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("inferscale.engine_budget.find_gpus", lambda workers: ["a GPU"] * workers)
+
+    def of_replica(*arguments: str) -> float:
+        (application,) = printed(*arguments)["applications"]
+        found: float = application["deployments"][0]["ray_actor_options"]["num_gpus"]
+        return found
+
+    assert of_replica("--tensor-parallel-size", "2") == 2
+    assert of_replica("--gpus-per-replica", "0.5") == 0.5
 
 
 def test_a_key_is_not_in_the_file_but_that_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +128,14 @@ def test_one_file_for_several_machines_is_refused() -> None:
     with pytest.raises(EngineError, match="only one can use"):
         _check_fits(_Ray(2, CPU=8), ReplicaSettings("m"), Scaling())
     _check_fits(_Ray(2, CPU=8), ReplicaSettings("m", needs=["INFERSCALE_CATALOG"]), Scaling())
+
+
+def test_a_serve_that_listens_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deploy_module, "_PROXY_S", 0.1)
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        with pytest.raises(EngineError, match="end it \\(`serve shutdown`\\) and deploy again"):
+            _check_reached("0.0.0.0", nobody.getsockname()[1])
 
 
 def test_what_serve_tells_is_one_line() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from inferscale.deployment.asgi import answer_of, plain_scope, running
 from inferscale.errors import EngineError
+from inferscale.server.keys import Forbidden, check_near
 
 SCOPE = {"type": "http", "method": "GET", "path": "/"}
 START = {"type": "http.response.start", "status": 200, "headers": []}
@@ -136,3 +137,10 @@ def test_a_scope_keeps_what_can_be_sent() -> None:
         "client": ("::1", 5),
     }
     assert plain_scope(scope) == {**SCOPE, "headers": [(b"a", b"b")], "client": ("::1", 5)}
+
+
+def test_a_client_that_is_not_named_is_not_taken_for_one_of_this_machine() -> None:
+    for client in ({}, {"client": None}):
+        host = plain_scope({**SCOPE, **client})["client"][0]
+        with pytest.raises(Forbidden):
+            check_near(host, "localhost", None, anyone=False, origins=())

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from inferscale.errors import EngineError, EngineMissing, InvalidConfig
 _APP = "inferscale"
 _OWN = ("model", "vllm_flags", "print_command")
 _LOCAL_ADDRESS = "local"
+_PROXY_S = 30.0
 
 
 @click.group()
@@ -61,8 +63,8 @@ def deploy() -> None:
 @click.option(
     "--gpus-per-replica",
     type=click.FloatRange(min=0),
-    help="GPUs that Ray gives a replica. Default: as many as --tensor-parallel-size where Ray has any, else "
-    "none.",
+    help="GPUs that Ray gives a replica. Default: as many as --tensor-parallel-size where Ray (for "
+    "--print-config, this machine) has any, else none.",
 )
 @click.option("--cpus-per-replica", type=click.FloatRange(min=0), default=1.0, show_default=True)
 @click.option(
@@ -113,6 +115,8 @@ def ray(model: str, vllm_flags: tuple[str, ...], **given: Any) -> None:
         os.environ[CATALOG_VARIABLE] = url  # for a Ray of this command; not into what Ray shows
     check_catalog(given["data_dir"] or default_data_dir(), url)
     prepare_engine(verbose=False)
+    from inferscale.engine_budget import find_gpus
+
     connector, server = settings_of(given)
     settings = ReplicaSettings(
         model=str(Path(model).absolute()) if Path(model).is_dir() else model,
@@ -134,6 +138,8 @@ def ray(model: str, vllm_flags: tuple[str, ...], **given: Any) -> None:
         stop_timeout_s=given["stop_timeout"],
     )
     if given["print_config"]:
+        if given["gpus_per_replica"] is None and find_gpus(settings.num_workers):
+            scaling = replace(scaling, gpus=settings.num_workers)
         config = serve_config(settings, scaling, name=given["name"], host=given["host"], port=given["port"])
         click.echo(_yaml(config), nl=False)
         return
@@ -164,8 +170,6 @@ def _yaml(config: Mapping[str, Any]) -> str:
 
 def _start(settings: Any, scaling: Any, given: Mapping[str, Any]) -> None:
     """Deploy; returns when the replicas answer, or at Ctrl-C where Ray is this command's own."""
-    from dataclasses import replace
-
     # Ray would report to its makers; whoever wants that sets the variable.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     address = given["address"] or os.environ.get("RAY_ADDRESS") or _LOCAL_ADDRESS
@@ -195,6 +199,7 @@ def _start(settings: Any, scaling: Any, given: Mapping[str, Any]) -> None:
         ray_serve.run(scaled_app(settings, scaling), name=given["name"], route_prefix="/")
     except RuntimeError as error:
         raise EngineError(f"Serve could not start the replicas: {_reason(str(error))}") from error
+    _check_reached(given["host"], given["port"])
     say(f"Serving {scaling.replicas} replicas on http://{given['host']}:{given['port']}")
     if address != _LOCAL_ADDRESS:
         return
@@ -205,6 +210,25 @@ def _start(settings: Any, scaling: Any, given: Mapping[str, Any]) -> None:
     finally:
         ray_serve.shutdown()
         ray_package.shutdown()
+
+
+def _check_reached(host: str, port: int) -> None:
+    """A Serve that ran already keeps the address that it has."""
+    import httpx
+
+    near = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    end = time.monotonic() + _PROXY_S
+    while time.monotonic() < end:
+        try:
+            httpx.get(f"http://{near}:{port}/-/healthz", timeout=5, trust_env=False)
+        except httpx.HTTPError:
+            time.sleep(0.5)
+        else:
+            return
+    raise EngineError(
+        f"The replicas run, but nobody answers at {host}:{port}. Serve was running on this Ray, perhaps with "
+        "another address, which it keeps: use that, or end it (`serve shutdown`) and deploy again."
+    )
 
 
 def _reason(text: str) -> str:

@@ -20,13 +20,18 @@ _PLAIN = (
     "type", "asgi", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path",
     "headers", "client", "server",
 )  # fmt: skip
+_SOMEBODY = ("unknown", 0)
 _running: set[asyncio.Task[None]] = set()
 """Requests whose caller may have left: what follows an answer, such as remembering it, goes on."""
 
 
 def plain_scope(scope: Scope) -> dict[str, Any]:
-    """What of a request's scope another process understands."""
+    """What of a request's scope another process understands.
+
+    Who is not named comes from elsewhere: without keys, the application lets in whom it finds on its machine.
+    """
     found = {name: scope[name] for name in _PLAIN if name in scope}
+    found["client"] = found.get("client") or _SOMEBODY
     found["headers"] = [(bytes(name), bytes(value)) for name, value in scope.get("headers", ())]
     return found
 
