@@ -67,6 +67,11 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
     return CacheShape(kv_cache_config.num_blocks, group.kv_cache_spec.block_size, token, dtypes.pop())
 
 
+def no_cache(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
+    """Where nothing is captured or injected: of any model, a stand-in."""
+    return CacheShape(kv_cache_config.num_blocks, 1, RowShape(((1, 1),)), torch.float32)
+
+
 def refuse_unsupported(vllm_config: Any) -> None:
     """Refuse, by name, what injection is not right for."""
     parallel = vllm_config.parallel_config

@@ -13,6 +13,7 @@ Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from inferscale.config import connector_config
+from inferscale.config import ConnectorConfig, connector_config
 from inferscale.connector import compat
 from inferscale.connector.disk_formats import remove_unused
 from inferscale.connector.loaded_rotary import model_rotary
@@ -47,6 +48,11 @@ from inferscale.runtime.residency import ResidencyServer
 from inferscale.runtime.secret import load_secret, open_runtime_dir
 
 logger = logging.getLogger(__name__)
+
+
+def _without_pool(config: ConnectorConfig) -> ConnectorConfig:
+    """With one page of the pool, which nothing enters, and nothing below."""
+    return replace(config, pool_size_bytes=1, pool_dtype="auto", host_size_bytes=0, disk_size_bytes=0)
 
 
 class StepMetadata(KVConnectorMetadata):
@@ -82,14 +88,20 @@ class InferScaleConnector(KVConnectorBase_V1):
         self._runtime_dir = open_runtime_dir(self.config.runtime_dir)
         share_engine_log()
         with recorded(self._runtime_dir):
+            if self._is_off:
+                self.config = _without_pool(self.config)
             compat.refuse_pool_dtype(vllm_config, self.config.pool_dtype)
-            self._cache = compat.cache_shape(vllm_config, kv_cache_config)
+            self._cache = (compat.no_cache if self._is_off else compat.cache_shape)(
+                vllm_config, kv_cache_config
+            )
             self._format = RowFormat(self._cache.token, self._cache.dtype, self.config.pool_dtype)
             if role == KVConnectorRole.SCHEDULER:
                 self._start_scheduler()
 
     def _start_scheduler(self) -> None:
         pages = num_pages(self.config.size_bytes, self.config.page_size_tokens, self._format.row_bytes)
+        if self._is_off:
+            pages = 1
         if pages == 0:
             page = self.config.page_size_tokens * self._format.row_bytes
             raise InvalidConfig(
@@ -118,6 +130,11 @@ class InferScaleConnector(KVConnectorBase_V1):
         if self.config.disk_bytes:
             remove_unused(store.folder.parent)
         self._server = ResidencyServer(self._runtime_dir, self.scheduler.answer)
+
+    @property
+    def _is_off(self) -> bool:
+        """Whether nothing is captured or injected: there is no worker side, and no page to speak of."""
+        return self.config.injection_path == "none"
 
     @property
     def _num_ranks(self) -> int:
@@ -226,6 +243,8 @@ class InferScaleConnector(KVConnectorBase_V1):
     # worker side ------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._is_off:
+            return
         with recorded(self._runtime_dir):
             self._start_worker(kv_caches)
 
@@ -254,6 +273,8 @@ class InferScaleConnector(KVConnectorBase_V1):
         return store
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._is_off:
+            return
         assert self.worker is not None
         self.worker.before_forward(self._orders())
 
@@ -266,6 +287,8 @@ class InferScaleConnector(KVConnectorBase_V1):
         """Nothing to do: capture happens once, after the forward pass."""
 
     def wait_for_save(self) -> None:
+        if self._is_off:
+            return
         assert self.worker is not None
         self.worker.after_forward(self._orders())
 
