@@ -243,8 +243,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "StableLm",
         {"rope_parameters": _plain(partial_rotary_factor=0.25), "use_qkv_bias": True},
     ),
-    Architecture("Command R", "Command R, Command R+", "interleaved", "Cohere", {"use_qk_norm": True}),
-    Architecture("GPT-NeoX", "Pythia", "partial, bias on keys", "GPTNeoX", {"rotary_pct": 0.25}),
+    Architecture(
+        "Command R",
+        "Command R, Command R+",
+        "interleaved",
+        "Cohere",
+        {"use_qk_norm": True, "tie_word_embeddings": True},
+    ),
     Architecture(
         "StarCoder2", "StarCoder2", "bias on keys", "Starcoder2", {"sliding_window": None, "use_bias": True}
     ),
@@ -312,7 +317,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "Command R7B, Command A",
         "interleaved, sliding windows, other layers without rotary",
         "Cohere2",
-        {"sliding_window": 160, "num_hidden_layers": 4},
+        {"sliding_window": 160, "num_hidden_layers": 4, "tie_word_embeddings": True},
     ),
     Architecture(
         "gpt-oss",

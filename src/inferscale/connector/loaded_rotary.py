@@ -223,8 +223,9 @@ def _rotaries_around(layers: Sequence[object]) -> Iterator[Sequence[torch.nn.Mod
     """For each layer the rotary modules of the nearest module around it that has any."""
     parents: dict[int, list[torch.nn.Module]] = {}
     for candidate in gc.get_objects():
-        if issubclass(type(candidate), torch.nn.Module):
-            for child in candidate._modules.values():
+        children = getattr(candidate, "_modules", None) if _is_module(candidate) else None
+        if isinstance(children, dict):  # not so in compiled modules
+            for child in children.values():
                 parents.setdefault(id(child), []).append(candidate)
     for layer in layers:
         yield _nearest(layer, parents)
@@ -242,6 +243,11 @@ def _nearest(layer: object, parents: Mapping[int, Sequence[torch.nn.Module]]) ->
         if found:
             return list(found.values())
     return []
+
+
+def _is_module(candidate: object) -> bool:
+    """By its class: objects can pretend to be of another, and do something when they are asked."""
+    return issubclass(type(candidate), torch.nn.Module)
 
 
 def _rotaries_of_process(head_size: int) -> list[torch.nn.Module]:
