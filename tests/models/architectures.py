@@ -136,6 +136,7 @@ _MLA = {
     "first_k_dense_replace": 1,
     "n_group": 1,
     "topk_group": 1,
+    "topk_method": "greedy",
 }
 
 ARCHITECTURES: tuple[Architecture, ...] = (
@@ -235,7 +236,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "GraniteMoe",
         {"num_local_experts": 4, "num_experts_per_tok": 2},
     ),
-    Architecture("Gemma", "Gemma 1", "scaled embeddings", "Gemma", {"head_dim": 64}),
+    Architecture(
+        "Gemma", "Gemma 1", "scaled embeddings", "Gemma", {"head_dim": 64, "tie_word_embeddings": True}
+    ),
     Architecture(
         "StableLM",
         "StableLM 2",
@@ -284,7 +287,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "DeepSeek-V3, R1, Kimi K2",
         "latent attention",
         "DeepseekV3",
-        {**_MLA, "q_lora_rank": 48, "n_group": 2, "topk_group": 1, "n_routed_experts": 8},
+        {**_MLA, "q_lora_rank": 48, "n_group": 2, "n_routed_experts": 8, "topk_method": "noaux_tc"},
     ),
     Architecture(
         "Mistral, sliding window", "Mistral 7B v0.1", "sliding window", "Mistral", {"sliding_window": 160}
@@ -294,7 +297,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "Gemma 2",
         "every other layer has a sliding window",
         "Gemma2",
-        {"head_dim": 32, "sliding_window": 160, "num_hidden_layers": 4},
+        {"head_dim": 32, "sliding_window": 160, "num_hidden_layers": 4, "tie_word_embeddings": True},
     ),
     Architecture(
         "Gemma 3",
