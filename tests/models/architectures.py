@@ -333,7 +333,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "num_experts_per_tok": 2,
             "sliding_window": 160,
             "num_hidden_layers": 4,
-            "rope_parameters": _YARN,
+            "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
         },
     ),
     Architecture(
