@@ -180,22 +180,27 @@ def test_a_pass_in_parts_uses_the_prefix_cache(make_engine: Make, runner: str) -
 
 
 def test_a_chat_leaves_what_is_out_of_reach_as_text(make_engine: Make, runner: str) -> None:
-    """A conversation whose earlier turns are in the prefix cache: it is not computed anew for a capture."""
+    """A conversation whose earlier turns are in the prefix cache: only a pass is computed anew for them."""
     engine = make_engine(runner=runner, groups=(FULL, WINDOW), max_batched_tokens=256)
     engine.encode("e", OTHER, (0, 17))
     engine.run()
 
-    def turn(name: str, prompt: list[int]) -> None:
+    def turn(name: str, prompt: list[int], max_tokens: int) -> None:
         captures = (Span(key_of(LONG), 17, 117),)
-        engine.add(name, prompt, engine.plan(segments=(segment(OTHER),), captures=captures))
+        plan = engine.plan(segments=(segment(OTHER),), captures=captures)
+        engine.add(name, prompt, plan, max_tokens=max_tokens)
         engine.run()
 
     engine.chat("first", [*OTHER, *LONG, *QUESTION], OTHER)
     engine.run()
-    turn("second", [*OTHER, *LONG, *QUESTION, 5])
+    turn("second", [*OTHER, *LONG, *QUESTION, 5], 2)
     assert engine.outcomes["second"]["cached_tokens"] + engine.outcomes["second"]["injected_tokens"] == 112
     assert engine.side.counters.captures_out_of_reach == 1
     assert engine.outcomes["second"]["captured"] == 0
+    turn("a pass", [*OTHER, *LONG], 1)
+    assert engine.outcomes["a pass"]["captured"] == 1
+    assert engine.outcomes["a pass"]["injected_tokens"] == 0
+    assert "reason" not in engine.outcomes["a pass"]
     engine.check_idle()
 
 
