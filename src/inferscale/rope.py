@@ -71,6 +71,14 @@ class Rotary:
         """Whether layers differ."""
         return self.inv_freq.ndim == 2
 
+    def of_layers(self, start: int, end: int) -> Rotary:
+        """That of some layers; of all where they do not differ."""
+        if not self.is_by_layer:
+            return self
+        inv_freq = self.inv_freq[start:end]
+        is_same = bool((inv_freq == inv_freq[0]).all())
+        return replace(self, inv_freq=inv_freq[0] if is_same else inv_freq)
+
     def of_layer(self, index: int) -> Rotary:
         """That of one layer."""
         return replace(self, inv_freq=self.inv_freq[index]) if self.is_by_layer else self

@@ -1,19 +1,20 @@
 """vLLM's real scheduler with our connector, and a worker that keeps symbols instead of KV.
 
-A slot of the paged cache and a row of the pool hold a `Symbol`: token id, the position its key is
-rotated to, and a digest of everything it attended to. So a test sees at once whether injection,
-capture, preemption or page reuse put the wrong KV somewhere: before every "forward pass" each
-position that attention would read is compared with the request's tokens, and a captured span with
-what a cold prefill of the encode request would hold. Both shapes of scheduler output (model
-runner V1 and V2) and pipelined steps (async scheduling) run through the same code. Also
-runs under vLLM 0.25.1 (see `record_steps.py`).
+A slot of the paged cache and a row of the pool hold a `Symbol` for each KV cache group: token id, the
+position its key is rotated to, and a digest of everything it attended to, which is what its groups see. So a
+test sees at once whether injection, capture, preemption or page reuse put the wrong KV somewhere: in every
+"forward pass" each position that attention reads is compared with the request's tokens, and a captured span
+with what a cold prefill of the encode request would hold. Both shapes of scheduler output (model runner V1
+and V2) and pipelined steps (async scheduling) run through the same code. Also runs under vLLM 0.25.1 (see
+`record_steps.py`).
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,20 +35,28 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from inferscale.connector.connector import InferScaleConnector, WorkerReport
+from inferscale.connector.groups import CacheGroup
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.plan import WIRE_KEY, Order, Plan, Segment, Span, salt_of, segment_key, to_wire
-from inferscale.pool.moves import Moves
+from inferscale.pool.moves import GroupMoves
 from inferscale.pool.tiers import Save, TierAnswers
 
 BLOCK_SIZE = 16
 PAGE_SIZE = 4
-TOKEN_BYTES = 64  # one layer, one head of eight float32 elements, keys and values
+TOKEN_BYTES = 64  # of one layer: one head of eight float32 elements, keys and values
+FULL = CacheGroup(BLOCK_SIZE)
 SCOPE = "scope"
 
 
@@ -59,13 +68,39 @@ class Symbol(NamedTuple):
     context: int
 
 
-def cold_contexts(token_ids: Sequence[int]) -> list[int]:
+def sees_from(group: CacheGroup, position: int) -> int:
+    """The first token that one at this position attends to."""
+    if group.window:
+        return max(0, position - group.window + 1)
+    return position // group.chunk * group.chunk if group.chunk else 0
+
+
+class Seen:
+    """Digests of what the tokens of a prompt attend to in one group, in order."""
+
+    def __init__(self, group: CacheGroup) -> None:
+        self.group = group
+        self.rolling = 0
+        self.contexts: list[int | None] = []
+
+    def append(self, context: int | None) -> None:
+        self.contexts.append(context)
+        self.rolling = hash((self.rolling, context))
+
+    def at(self, position: int) -> int:
+        if self.group.sees_all:
+            return self.rolling
+        return hash(tuple(self.contexts[sees_from(self.group, position) : position]))
+
+
+def cold_contexts(token_ids: Sequence[int], groups: Sequence[CacheGroup]) -> list[int]:
     """Digest of what each token of a prompt attends to when nothing is injected."""
+    seen = [Seen(group) for group in groups]
     contexts: list[int] = []
-    before = 0
-    for token_id in token_ids:
-        contexts.append(hash((before, token_id)))
-        before = hash((before, contexts[-1]))
+    for position, token_id in enumerate(token_ids):
+        contexts.append(hash((tuple(one.at(position) for one in seen), token_id)))
+        for one in seen:
+            one.append(contexts[-1])
     return contexts
 
 
@@ -97,20 +132,38 @@ def model_folder() -> str:
     return folder
 
 
+def spec_of(group: CacheGroup) -> Any:
+    """vLLM's own."""
+    shape: dict[str, Any] = {
+        "block_size": group.block_size,
+        "num_kv_heads": 1,
+        "head_size": 8 * BLOCK_SIZE // group.block_size,  # the bytes of a block are those of the others
+        "dtype": torch.float32,
+    }
+    if group.window:
+        return SlidingWindowSpec(**shape, sliding_window=group.window)
+    if group.chunk:
+        return ChunkedLocalAttentionSpec(**shape, attention_chunk_size=group.chunk)
+    return FullAttentionSpec(**shape)
+
+
 class SymbolicWorker:
     """Carries out orders on symbols, and tracks blocks as the model runners do."""
 
-    def __init__(self, *, is_v2: bool, reports_without_forward: bool) -> None:
+    def __init__(self, groups: Sequence[CacheGroup], *, is_v2: bool, reports_without_forward: bool) -> None:
+        self.groups = groups
         self.is_v2 = is_v2
         self.reports_without_forward = reports_without_forward
-        self.cache: dict[int, Symbol] = {}
-        self.pool: dict[int, Symbol] = {}
-        self.blocks: dict[str, list[int]] = {}
+        self.cache: list[dict[int, Symbol]] = [{} for _ in groups]  # of each group, by slot
+        self.pool: dict[int, list[Symbol]] = {}  # by row; of all groups
+        self.blocks: dict[str, list[list[int]]] = {}
         self.failing_captures = False
         self.captures_are_exact = True
         self.failed_blocks: set[int] = set()
         self.failed_requests: set[str] = set()
-        self.lower: dict[tuple[str, str], tuple[list[Symbol], int]] = {}  # by tier and key; and the origin
+        self.lower: dict[
+            tuple[str, str], tuple[list[list[Symbol]], int]
+        ] = {}  # by tier and key; and the origin
         self.coming: list[list[Any]] = []  # [steps that are left, load]
         self.load_steps = 2
         self.failing_loads = False
@@ -132,10 +185,8 @@ class SymbolicWorker:
             if self.failing_captures:
                 report.failed_captures.add(orders.step)
             else:
-                if orders.capture is not None:
-                    self.capture(orders.capture, requests)
-                if orders.averaging is not None:
-                    self.average(orders.averaging)
+                self.capture(orders.capture, requests)
+                self.average(orders.averaging)
             report.done.add(orders.step)
             if orders.tiers is not None:
                 self.save(orders.tiers.saves, report)
@@ -148,9 +199,10 @@ class SymbolicWorker:
                 self.answers.not_saved += save.answers()
                 continue
             symbols = [self.pool[row] for row in rows_of(save.packed_rows)]
-            assert [symbol.position for symbol in symbols] == list(
-                range(save.origin, save.origin + len(symbols))
-            )
+            for index in range(len(self.groups)):
+                assert [symbol[index].position for symbol in symbols] == list(
+                    range(save.origin, save.origin + len(symbols))
+                )
             for tier in save.tiers:
                 self.lower[tier, save.key] = (symbols, save.origin)
             self.answers.saved += save.answers()
@@ -170,38 +222,47 @@ class SymbolicWorker:
                 self.lower["host", load.key] = found
             self.answers.loaded.append(load.key)
 
-    def capture(self, moves: Moves, requests: dict[str, Request]) -> None:
+    def capture(self, moves: GroupMoves, requests: dict[str, Request]) -> None:
         exact = {
             (token_id, position, context)
             for request in requests.values()
             for position, (token_id, context) in enumerate(
-                zip(request.prompt_token_ids, cold_contexts(request.prompt_token_ids), strict=True)
+                zip(
+                    request.prompt_token_ids,
+                    cold_contexts(request.prompt_token_ids, self.groups),
+                    strict=True,
+                )
             )
         }
-        rows, slots, positions = (column.tolist() for column in moves.expand(BLOCK_SIZE))
-        for row, slot, position in zip(rows, slots, positions, strict=True):
-            symbol = self.cache[slot]
+        for index, row, slot, position in self.each(moves):
+            symbol = self.cache[index][slot]
             assert symbol.position == position
             assert not self.captures_are_exact or symbol in exact, (
                 f"captured {symbol}: not as a cold prefill has it"
             )
-            self.pool[row] = symbol
+            self.pool.setdefault(row, [Symbol(-1, -1, -1)] * len(self.groups))[index] = symbol
 
-    def average(self, moves: Moves) -> None:
-        for row, slot, position in zip(
-            *(column.tolist() for column in moves.expand(BLOCK_SIZE)), strict=True
-        ):
-            first, second = self.pool[row], self.cache[slot]
+    def average(self, moves: GroupMoves) -> None:
+        for index, row, slot, position in self.each(moves):
+            first, second = self.pool[row][index], self.cache[index][slot]
             assert first.token_id == second.token_id
             assert second.position == position
-            self.pool[row] = second._replace(context=hash(("mean", first.context, second.context)))
+            self.pool[row][index] = second._replace(context=hash(("mean", first.context, second.context)))
+
+    def each(self, moves: GroupMoves) -> Iterator[tuple[int, int, int, int]]:
+        """(group, row, slot, position) of all tokens."""
+        assert len(moves) in (0, len(self.groups))
+        for index, of_group in enumerate(moves):
+            if of_group is not None:
+                columns = of_group.expand(self.groups[index].block_size)
+                for row, slot, position in zip(*(column.tolist() for column in columns), strict=True):
+                    assert slot >= self.groups[index].block_size, "the null block is nobody's"
+                    yield index, row, slot, position
 
     def before_forward(self, orders: StepOrders) -> None:
         self.failed_blocks.update(orders.failed_blocks)
-        if orders.injection is not None:
-            rows, slots, positions = (column.tolist() for column in orders.injection.expand(BLOCK_SIZE))
-            for row, slot, position in zip(rows, slots, positions, strict=True):
-                self.cache[slot] = self.pool[row]._replace(position=position)
+        for index, row, slot, position in self.each(orders.injection):
+            self.cache[index][slot] = self.pool[row][index]._replace(position=position)
         for page in [] if orders.zero_pages is None else orders.zero_pages.tolist():
             for row in range(page * PAGE_SIZE, (page + 1) * PAGE_SIZE):
                 self.pool.pop(row, None)
@@ -218,35 +279,49 @@ class SymbolicWorker:
             for request_id in output.preempted_req_ids or ():
                 self.blocks.pop(request_id, None)
         for new in output.scheduled_new_reqs:
-            self.blocks[new.req_id] = list(new.block_ids[0])
+            self.blocks[new.req_id] = [list(ids) for ids in new.block_ids]
         cached = output.scheduled_cached_reqs
         assert not (self.is_v2 and cached.resumed_req_ids)
         for request_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
-                self.blocks[request_id] = list(blocks[0])
+                self.blocks[request_id] = [list(ids) for ids in blocks]
             elif blocks is not None:
-                self.blocks[request_id].extend(blocks[0])
+                for known, more in zip(self.blocks[request_id], blocks, strict=True):
+                    known.extend(more)
 
-    def slot(self, request_id: str, position: int) -> int:
-        return self.blocks[request_id][position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+    def slot(self, request_id: str, index: int, position: int) -> int:
+        size = self.groups[index].block_size
+        block = self.blocks[request_id][index][position // size]
+        assert block, f"{request_id} reads position {position} from the null block"
+        return block * size + position % size
 
     def forward(self, output: Any, requests: dict[str, Request], failed: set[int]) -> None:
         for request_id, computed, tokens in scheduled(output):
             request = requests[request_id]
-            if failed.intersection(self.blocks[request_id]):
+            if failed.intersection(block for ids in self.blocks[request_id] for block in ids):
                 self.failed_requests.add(request_id)
-            before = 0
+            seen = [Seen(group) for group in self.groups]
             for position in range(computed + tokens):
-                slot = self.slot(request_id, position)
                 expected = (token_at(request, position), position)
                 if position >= computed:
-                    self.cache[slot] = Symbol(*expected, hash((before, expected[0])))
-                elif request_id not in self.failed_requests:  # its next step may be on its way already
-                    found = self.cache.get(slot)
-                    assert found is not None and found[:2] == expected, (
-                        f"{request_id} reads {found} where {expected} belongs"
-                    )
-                before = hash((before, self.cache[slot].context if slot in self.cache else None))
+                    context = hash((tuple(one.at(position) for one in seen), expected[0]))
+                    for index, cache in enumerate(self.cache):
+                        cache[self.slot(request_id, index, position)] = Symbol(*expected, context)
+                for index, one in enumerate(seen):
+                    one.append(self.read(request_id, index, expected, computed))
+
+    def read(self, request_id: str, index: int, expected: tuple[int, int], computed: int) -> int | None:
+        """What a step behind `computed` tokens finds; None where its tokens do not look."""
+        _, position = expected
+        if position < sees_from(self.groups[index], computed):
+            return None
+        if request_id in self.failed_requests:  # its next step may be on its way already
+            return None
+        found = self.cache[index].get(self.slot(request_id, index, position))
+        assert found is not None and found[:2] == expected, (
+            f"{request_id} reads {found} where {expected} belongs"
+        )
+        return found.context
 
 
 def rows_of(packed_rows: bytes) -> list[int]:
@@ -260,13 +335,12 @@ def token_at(request: Request, position: int) -> int:
 
 
 def scheduled(output: Any) -> list[tuple[str, int, int]]:
-    """(request id, tokens computed before, tokens of this step) of every scheduled request."""
+    """(request id, tokens computed before, tokens of this step) of every scheduled request, in the order in
+    which they were scheduled: a later one may find blocks of an earlier one in the prefix cache."""
     cached = output.scheduled_cached_reqs
-    before = [(new.req_id, new.num_computed_tokens) for new in output.scheduled_new_reqs]
-    before += zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    return [
-        (request_id, computed, output.num_scheduled_tokens[request_id]) for request_id, computed in before
-    ]
+    before = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    before.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return [(request_id, before[request_id], n) for request_id, n in output.num_scheduled_tokens.items()]
 
 
 class SymbolicEngine:
@@ -284,6 +358,7 @@ class SymbolicEngine:
         pool_pages: int = 64,
         reports_without_forward: bool = True,
         prefix_caching: bool = True,
+        groups: Sequence[CacheGroup] = (FULL,),
         **extra: Any,
     ) -> None:
         init_none_hash(sha256)
@@ -291,7 +366,7 @@ class SymbolicEngine:
             SymbolicEngine._model = model_folder()
         self.runtime_dir = tempfile.mkdtemp(prefix="ifs-")
         settings = {
-            "pool_size_bytes": pool_pages * PAGE_SIZE * TOKEN_BYTES,
+            "pool_size_bytes": pool_pages * PAGE_SIZE * TOKEN_BYTES * len(groups),
             "page_size_tokens": PAGE_SIZE,
             "runtime_dir": str(Path(self.runtime_dir) / "run"),
             **extra,
@@ -319,18 +394,21 @@ class SymbolicEngine:
             ),
         )
         config.cache_config.num_gpu_blocks = num_blocks
-        spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=8, dtype=torch.float32)
         self.depth = depth
+        hash_block_size = math.gcd(*(group.block_size for group in groups))
         self.scheduler = (AsyncScheduler if depth > 1 else Scheduler)(
             vllm_config=config,
             kv_cache_config=KVCacheConfig(
                 num_blocks=num_blocks,
                 kv_cache_tensors=[],
-                kv_cache_groups=[KVCacheGroupSpec(["model.layers.0.self_attn.attn"], spec)],
+                kv_cache_groups=[
+                    KVCacheGroupSpec([f"model.layers.{index}.self_attn.attn"], spec_of(group))
+                    for index, group in enumerate(groups)
+                ],
             ),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=BLOCK_SIZE,
-            hash_block_size=BLOCK_SIZE,
+            block_size=math.lcm(*(group.block_size for group in groups)),
+            hash_block_size=hash_block_size,
             log_stats=True,
         )
         self.scheduler.use_v2_model_runner = runner == "v2"
@@ -339,8 +417,10 @@ class SymbolicEngine:
         assert connector.scheduler is not None
         self.connector = connector
         self.side = connector.scheduler
-        self.worker = SymbolicWorker(is_v2=runner == "v2", reports_without_forward=reports_without_forward)
-        self.hasher = get_request_block_hasher(BLOCK_SIZE, sha256) if prefix_caching else None
+        self.worker = SymbolicWorker(
+            groups, is_v2=runner == "v2", reports_without_forward=reports_without_forward
+        )
+        self.hasher = get_request_block_hasher(hash_block_size, sha256) if prefix_caching else None
         self.in_flight: deque[Any] = deque()
         self.outcomes: dict[str, dict[str, Any] | None] = {}
         self.finish_reasons: dict[str, str] = {}

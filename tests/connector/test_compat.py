@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -17,6 +18,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from inferscale.connector import compat
+from inferscale.connector.groups import CacheGroup
 from inferscale.errors import UnsupportedLayout
 from inferscale.row_size import RowShape
 
@@ -45,7 +47,8 @@ def caches(*specs: Any) -> KVCacheConfig:
 
 def test_sizes_of_a_plain_model() -> None:
     shape = compat.cache_shape(vllm_config(), caches(FullAttentionSpec(**FULL)))
-    assert shape == (10, 16, RowShape(((2, 8),)), torch.bfloat16)
+    assert shape == (10, (CacheGroup(16),), (("layers.0.attn",),), RowShape(((2, 8),)), torch.bfloat16)
+    assert shape.order == ""
 
 
 def test_sizes_of_layers_that_differ() -> None:
@@ -55,14 +58,40 @@ def test_sizes_of_layers_that_differ() -> None:
     assert compat.cache_shape(vllm_config(), config).token == RowShape(((2, 8), (3, 8)))
 
 
-def test_sliding_window_managers_are_refused() -> None:
-    """They give a request's blocks back while it runs: a later capture would read someone else's."""
+def test_groups_that_give_blocks_back() -> None:
+    shape = compat.cache_shape(
+        vllm_config(),
+        caches(
+            FullAttentionSpec(**FULL),
+            SlidingWindowSpec(**{**FULL, "block_size": 8, "head_size": 16}, sliding_window=64),
+            ChunkedLocalAttentionSpec(**FULL, attention_chunk_size=128),
+        ),
+    )
+    assert shape.groups == (CacheGroup(16), CacheGroup(8, window=64), CacheGroup(16, chunk=128))
+    assert shape.layers == (("layers.0.attn",), ("layers.1.attn",), ("layers.2.attn",))
+    assert shape.token == RowShape(((2, 8), (2, 16), (2, 8)))
+    assert shape.order, "files on disk tell rows in this order from those of one group"
+
+
+def test_windows_kept_longer_than_they_are_seen_are_refused() -> None:
+    """vLLM does so for drafts of several tokens."""
+    spec = SlidingWindowSpec(**FULL, sliding_window=64, extra_retained_tokens=1)
     with pytest.raises(UnsupportedLayout, match="SlidingWindowSpec"):
-        compat.cache_shape(vllm_config(), caches(SlidingWindowSpec(**FULL, sliding_window=64)))
+        compat.cache_shape(vllm_config(), caches(spec))
+
+
+def test_different_windows_in_one_group_are_refused() -> None:
+    specs = {name: SlidingWindowSpec(**FULL, sliding_window=n) for name, n in (("a", 32), ("b", 64))}
+    config = caches(UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs))
+    config.kv_cache_groups[0].layer_names = ["a", "b"]
+    with pytest.raises(UnsupportedLayout, match="different windows"):
+        compat.cache_shape(vllm_config(), config)
 
 
 def test_sliding_window_layers_in_full_caches_are_served() -> None:
-    compat.cache_shape(vllm_config(), caches(FullAttentionSpec(**FULL, sliding_window=64)))
+    """As with the hybrid cache manager off: nothing is given back."""
+    spec = FullAttentionSpec(**FULL, sliding_window=64)
+    assert compat.cache_shape(vllm_config(), caches(spec)).groups == (CacheGroup(16),)
 
 
 def test_latent_attention_is_refused() -> None:
@@ -99,11 +128,6 @@ def test_steps_that_are_under_way_at_once() -> None:
         assert compat.steps_at_once(SimpleNamespace(**vars(older), max_concurrent_batches=3)) == 3
 
 
-def test_several_groups_are_refused() -> None:
-    with pytest.raises(UnsupportedLayout, match="2 groups"):
-        compat.cache_shape(vllm_config(), caches(FullAttentionSpec(**FULL), FullAttentionSpec(**FULL)))
-
-
 def test_values_of_another_size_are_refused() -> None:
     with pytest.raises(UnsupportedLayout, match="different sizes"):
         compat.cache_shape(vllm_config(), caches(FullAttentionSpec(**FULL, head_size_v=4)))
@@ -135,13 +159,16 @@ def test_layers_in_order_and_shared_caches_once() -> None:
     }
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
     tensors = {name: torch.zeros(1) for name in names}
-    assert [layer.name for layer in compat.layer_caches(config, tensors)] == ["layers.0", "layers.2"]
+    layers = compat.layer_caches(config, tensors, [names])
+    assert [layer.name for layer in layers] == ["layers.0", "layers.2"]
+    layers = compat.layer_caches(config, tensors, [["layers.2"], ["layers.0", "layers.1"]])
+    assert [(layer.name, layer.group) for layer in layers] == [("layers.2", 0), ("layers.0", 1)]
 
 
 def test_a_layer_without_the_portable_write_is_refused() -> None:
     context = {"l": SimpleNamespace(impl=object(), num_kv_heads=2, head_size=8)}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=context))
     with pytest.raises(UnsupportedLayout, match="Layer l"):
-        compat.layer_caches(config, {"l": torch.zeros(1)})
+        compat.layer_caches(config, {"l": torch.zeros(1)}, [["l"]])
     with pytest.raises(UnsupportedLayout, match="no attention layer"):
-        compat.layer_caches(config, {})
+        compat.layer_caches(config, {}, [["l"]])

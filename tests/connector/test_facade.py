@@ -125,8 +125,8 @@ def test_building_orders_fails(engine: SymbolicEngine, monkeypatch: pytest.Monke
     assert set(output.num_scheduled_tokens) == {"c", "e", "plain"}
     orders = output.kv_connector_metadata.orders
     assert orders.step == 0
-    assert orders.injection is None
-    assert orders.capture is None
+    assert orders.injection == ()
+    assert orders.capture == ()
     assert len(orders.failed_blocks) == 3
     engine.run()
     assert engine.finish_reasons == {"encode": "length", "c": "error", "e": "length", "plain": "length"}
@@ -202,7 +202,7 @@ def test_the_worker_cannot_inject(engine: SymbolicEngine) -> None:
     engine.chat("c", FACT + QUESTION, FACT)
     output = engine.schedule()
     blocks = engine.scheduler.kv_cache_manager.get_block_ids("c")[0]
-    output.kv_connector_metadata.orders.injection = None
+    output.kv_connector_metadata.orders.injection = ()
     engine.worker.failed_blocks.update(blocks[:2])
     engine.drain()
     engine.run()

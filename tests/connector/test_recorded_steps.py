@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from inferscale.connector.groups import CacheGroup
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.scheduler import SchedulerSide
 from inferscale.plan import Order, Plan, Segment, Span, salt_of, segment_key, to_wire
@@ -79,7 +80,7 @@ class Replay:
 
     def __init__(self, path: Path) -> None:
         self.side = SchedulerSide(
-            PageTable(64, 4), block_size=BLOCK_SIZE, row_bytes=8, model="m", secret=SECRET
+            PageTable(64, 4), groups=[CacheGroup(BLOCK_SIZE)], row_bytes=8, model="m", secret=SECRET
         )
         self.requests = {name: request_of(name) for name in PLANS}
         self.blocks: dict[str, list[int]] = {}
@@ -148,8 +149,8 @@ def test_the_shapes_differ_as_the_scheduler_side_expects(path: Path) -> None:
 def test_replay(path: Path) -> None:
     replay = Replay(path)
     replay.run()
-    captures = [orders.capture for orders in replay.orders if orders.capture is not None]
-    injections = [orders.injection for orders in replay.orders if orders.injection is not None]
+    captures = [orders.capture[0] for orders in replay.orders if orders.capture]
+    injections = [orders.injection[0] for orders in replay.orders if orders.injection]
     # The first span ends in the first chunk, the second in the one after the resume.
     assert [len(capture.expand(BLOCK_SIZE).rows) for capture in captures] == [30, 17]
     slots = [slot for capture in captures for slot in capture.expand(BLOCK_SIZE).slots.tolist()]
@@ -181,7 +182,7 @@ def test_v1_resumes_are_followed_without_the_preempted_ids(path: Path) -> None:
     slots = [
         slot
         for orders in replay.orders
-        if orders.capture is not None
-        for slot in orders.capture.expand(BLOCK_SIZE).slots.tolist()
+        if orders.capture
+        for slot in orders.capture[0].expand(BLOCK_SIZE).slots.tolist()
     ]
     assert slots == replay.slots("encode", 1, 48)

@@ -52,7 +52,7 @@ def test_capture_over_chunked_prefill(make_engine: Make, runner: str, depth: int
     while engine.scheduler.has_requests():
         output = engine.step()
         orders = output.kv_connector_metadata.orders
-        seen.append(0 if orders.capture is None else len(orders.capture.expand(16).rows))
+        seen.append(len(orders.capture[0].expand(16).rows) if orders.capture else 0)
     engine.drain()
     assert [n for n in seen if n] == [30, 17, 9], (
         "a span is captured in the step that computes its last token"
@@ -64,7 +64,9 @@ def test_capture_over_chunked_prefill(make_engine: Make, runner: str, depth: int
         entry = engine.side.table.get(key_of(fact))
         assert entry is not None
         rows = entry.rows.tolist()
-        assert [engine.worker.pool[row][:2] for row in rows] == [(t, origin + i) for i, t in enumerate(fact)]
+        assert [engine.worker.pool[row][0][:2] for row in rows] == [
+            (t, origin + i) for i, t in enumerate(fact)
+        ]
 
 
 @pytest.mark.parametrize("end", [19, 20, 21, 22])
@@ -73,7 +75,7 @@ def test_a_span_that_ends_beside_the_end_of_a_chunk(make_engine: Make, runner: s
     engine = make_engine(runner=runner, max_batched_tokens=20)
     engine.encode("e", [3] + FACT, (1, end))
     first = engine.step().kv_connector_metadata.orders
-    assert (first.capture is not None) == (end <= 20)
+    assert bool(first.capture) == (end <= 20)
     engine.run()
     assert engine.side.counters.captures == 1
     engine.check_idle()
@@ -167,7 +169,7 @@ def test_a_segment_is_there_once_both_of_its_parts_are(engine: SymbolicEngine) -
     assert table.is_resident(key_of(FACT))
     assert engine.side.counters.captures == 1
     row = int(table.get(key_of(FACT)).rows[0])
-    assert engine.worker.pool[row].position == 1 + len(THIRD), "where the second one stood"
+    assert engine.worker.pool[row][0].position == 1 + len(THIRD), "where the second one stood"
     engine.chat("c", FACT + QUESTION, FACT)
     engine.run()
     engine.check_idle()
@@ -266,9 +268,9 @@ def test_a_misplaced_capture_takes_its_own_slots_and_notes_a_wrong_place(
 
     def build_orders(output: Any) -> StepOrders:
         orders = build(output)
-        if orders.capture is not None:
-            noted.append(orders.capture.expand(BLOCK_SIZE))
-            orders.capture = None  # the engine of these tests would complain
+        if orders.capture:
+            noted.append(orders.capture[0].expand(BLOCK_SIZE))
+            orders.capture = ()  # the engine of these tests would complain
         return orders
 
     monkeypatch.setattr(engine.side, "build_orders", build_orders)
@@ -601,9 +603,9 @@ def test_evicted_and_forgotten_in_the_very_step_that_injects_it(make_engine: Mak
     output = engine.step()
     assert set(output.num_scheduled_tokens) == {"c", "f", "e"}
     orders = output.kv_connector_metadata.orders
-    assert orders.injection is not None
+    assert orders.injection
     assert orders.zero_pages is not None
-    assert orders.capture is not None
+    assert orders.capture
     engine.run()
     assert engine.outcomes["c"]["injected_tokens"] == 30
     assert engine.side.table.is_resident(key_of(OTHER))
@@ -772,8 +774,8 @@ def test_blocks_cover_what_is_injected(engine: SymbolicEngine) -> None:
     orders = engine.schedule().kv_connector_metadata.orders
     blocks = engine.scheduler.kv_cache_manager.get_block_ids("c")[0]
     expected = [blocks[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(47)]
-    assert orders.injection.expand(16).slots.tolist() == expected
-    assert orders.injection.expand(16).positions.tolist() == list(range(47))
+    assert orders.injection[0].expand(16).slots.tolist() == expected
+    assert orders.injection[0].expand(16).positions.tolist() == list(range(47))
     engine.drain()
     engine.run()
 

@@ -36,7 +36,7 @@ def make_worker(layers: list[LayerCache], *, free: int = 2**40, **settings: Any)
     config = ConnectorConfig(
         **{"pool_size_bytes": 2**16, "page_size_tokens": 4, "compile_injection": False, **settings}
     )
-    return WorkerSide(config, layers, rotary(layers[0].head_dim), BLOCKS, BLOCK, lambda: free)
+    return WorkerSide(config, layers, rotary(layers[0].head_dim), BLOCKS, [BLOCK], lambda: free)
 
 
 def portable(side: WorkerSide) -> movement.PortableMover:
@@ -158,19 +158,19 @@ def test_a_step_zeroes_then_injects_then_captures_and_reports() -> None:
     side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
     capture, injection = order(np.arange(12))
     side.slab.data.fill_(1)
-    side.before_forward(StepOrders(step=3, capture=capture, zero_pages=np.array([0, 5], dtype=np.int32)))
+    side.before_forward(StepOrders(step=3, capture=(capture,), zero_pages=np.array([0, 5], dtype=np.int32)))
     assert side.slab.data[:4].eq(0).all()
     assert side.slab.data[4:20].eq(1).all()
     assert side.slab.data[20:24].eq(0).all()
     assert side.take_report() is None
-    side.after_forward(StepOrders(step=3, capture=capture))
+    side.after_forward(StepOrders(step=3, capture=(capture,)))
     report = side.take_report()
     assert report is not None
     assert (report.done, report.failed_captures) == ({3}, set())
     assert side.take_report() is None
     set_deltas(side, np.arange(12), 0)
-    side.before_forward(StepOrders(step=4, injection=injection))
-    side.after_forward(StepOrders(step=4, injection=injection))
+    side.before_forward(StepOrders(step=4, injection=(injection,)))
+    side.after_forward(StepOrders(step=4, injection=(injection,)))
     assert torch.equal(read(side, 0, FIRST)[0], read(side, 0, LAST)[0])
     assert side.take_failed_blocks() == set()
 
@@ -190,8 +190,8 @@ def test_a_failed_write_marks_every_block_of_the_step() -> None:
 
     side.layers[0].layer.impl.do_kv_cache_update = fails
     _, injection = order(np.arange(9))
-    side.before_forward(StepOrders(step=1, injection=injection, failed_blocks=[7]))
-    side.after_forward(StepOrders(step=1, injection=injection))
+    side.before_forward(StepOrders(step=1, injection=(injection,), failed_blocks=[7]))
+    side.after_forward(StepOrders(step=1, injection=(injection,)))
     assert side.take_failed_blocks() == {1, 2, 3, 7}
     assert side.take_failed_blocks() == set()
     report = side.take_report()
@@ -202,7 +202,7 @@ def test_a_failed_write_marks_every_block_of_the_step() -> None:
 def test_a_failed_capture_is_reported_and_does_not_raise() -> None:
     side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
     outside = single_run(np.array([0]), 0, [10**6], BLOCK)
-    side.after_forward(StepOrders(step=8, capture=outside))
+    side.after_forward(StepOrders(step=8, capture=(outside,)))
     report = side.take_report()
     assert report is not None
     assert (report.done, report.failed_captures) == ({8}, {8})
@@ -292,8 +292,10 @@ def test_a_second_capture_leaves_the_mean_of_both(name: str, dtype: torch.dtype,
     for number, layer in enumerate(layers):
         movement._write_random(layer, SLOTS, seed=number)
     at_first, at_second = 40 * BLOCK, 2 * BLOCK
-    side.after_forward(StepOrders(step=1, capture=single_run(rows, at_first, [0] * 40 + [1, 2, 3], BLOCK)))
-    side.after_forward(StepOrders(step=2, averaging=single_run(rows, at_second, [0] * 2 + [6, 7, 8], BLOCK)))
+    side.after_forward(StepOrders(step=1, capture=(single_run(rows, at_first, [0] * 40 + [1, 2, 3], BLOCK),)))
+    side.after_forward(
+        StepOrders(step=2, averaging=(single_run(rows, at_second, [0] * 2 + [6, 7, 8], BLOCK),))
+    )
     report = side.take_report()
     assert report is not None
     assert report.failed_captures == set()
@@ -304,7 +306,7 @@ def test_a_second_capture_leaves_the_mean_of_both(name: str, dtype: torch.dtype,
         moved = relocate(first.float(), torch.full((12,), at_second - at_first), side.rotary)
         expected.append(((moved + second.float()) / 2, (values.float() + others.float()) / 2))
     # Injected at the place of the second capture, where nothing turns.
-    side.before_forward(StepOrders(injection=single_run(rows, at_second, [0] * 2 + [1, 2, 3], BLOCK)))
+    side.before_forward(StepOrders(injection=(single_run(rows, at_second, [0] * 2 + [1, 2, 3], BLOCK),)))
     tolerance = 0.03 if pool_dtype == "int8" else 1e-6 if dtype == torch.float32 else 0.01
     for index in range(3):
         for found, wanted in zip(read(side, index, FIRST), expected[index], strict=True):
@@ -313,7 +315,7 @@ def test_a_second_capture_leaves_the_mean_of_both(name: str, dtype: torch.dtype,
 
 def test_a_failed_mean_is_reported() -> None:
     side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)])
-    side.after_forward(StepOrders(step=1, averaging=single_run(np.array([10**9]), 0, [0], BLOCK)))
+    side.after_forward(StepOrders(step=1, averaging=(single_run(np.array([10**9]), 0, [0], BLOCK),)))
     report = side.take_report()
     assert report is not None
     assert report.failed_captures == {1}

@@ -366,7 +366,9 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
     Architecture("GPT-2", "GPT-2", "learned positions", "GPT2", {"n_embd": 128, "n_layer": 2, "n_head": 4}),
     Architecture("OPT", "OPT", "learned positions", "OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128}),
-    Architecture("BLOOM", "BLOOM", "ALiBi", "Bloom", {"n_layer": 2, "n_head": 4}),
+    Architecture(
+        "BLOOM", "BLOOM", "ALiBi", "Bloom", {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True}
+    ),
     Architecture(
         "Jamba",
         "Jamba 1.5",

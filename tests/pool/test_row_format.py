@@ -58,7 +58,7 @@ def test_layers_come_back_each_for_itself(pool_dtype: PoolDtype, kv_dtype: torch
     start = 0
     for index, (heads, dim) in enumerate(MIXED.layers):
         wanted = content[:, start : start + 2 * heads * dim].view(5, 2, heads, dim).float()
-        found = row_format.decode_layer(data, index).float()
+        found = row_format.read_layer(data, torch.arange(len(data)), index).float()
         start += 2 * heads * dim
         if pool_dtype == "auto":
             assert torch.equal(found, wanted)
@@ -76,7 +76,7 @@ def test_layers_of_one_shape_are_decoded_at_once(pool_dtype: PoolDtype) -> None:
     together = row_format.decode(data)
     assert together.shape == (4, 3, 2, 2, 64)
     for index in range(3):
-        assert torch.equal(together[:, index], row_format.decode_layer(data, index))
+        assert torch.equal(together[:, index], row_format.read_layer(data, torch.arange(len(data)), index))
 
 
 @pytest.mark.parametrize("pool_dtype", ["int8", "fp8"])

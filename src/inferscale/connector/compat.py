@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import psutil
 import torch
 
 from inferscale.config import PoolDtype
+from inferscale.connector.groups import CacheGroup
 from inferscale.connector.layout import LayerCache
 from inferscale.errors import UnsupportedLayout
 from inferscale.row_size import RowShape
@@ -28,48 +29,74 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class CacheShape(NamedTuple):
-    """num_blocks, block_size: of vLLM's scheduler. token, dtype: what one worker keeps of one token."""
+    """num_blocks, groups: of vLLM's scheduler. layers: names, by group. token, dtype: what one worker keeps
+    of one token, in the order of the groups."""
 
     num_blocks: int
-    block_size: int
+    groups: tuple[CacheGroup, ...]
+    layers: tuple[tuple[str, ...], ...]
     token: RowShape
     dtype: torch.dtype
+
+    @property
+    def order(self) -> str:
+        """Which layers stand where in a row; empty where they stand in the model's order."""
+        return "" if len(self.groups) == 1 else json.dumps(self.layers)
 
 
 def cache_shape(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
     """Sizes of the paged cache. Raises UnsupportedLayout for caches that are not plain attention."""
     refuse_unsupported(vllm_config)
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise UnsupportedLayout(
-            f"The model has {len(groups)} groups of KV caches (say, sliding-window and full attention); "
-            "InferScale serves models with one. Start vLLM with --disable-hybrid-kv-cache-manager."
-        )
-    group = groups[0]
-    specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
-    per_layer = [specs[name] if specs else group.kv_cache_spec for name in group.layer_names]
-    for spec in per_layer:
-        # Exactly this one: others (sliding window, chunked, latent) give blocks back while a request runs,
-        # or keep something else than keys and values.
-        if type(spec).__name__ != "FullAttentionSpec":
+    groups: list[CacheGroup] = []
+    shapes: list[tuple[int, int]] = []
+    dtypes = set()
+    for group in kv_cache_config.kv_cache_groups:
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+        per_layer = [specs[name] if specs else group.kv_cache_spec for name in group.layer_names]
+        kinds = {_group_of(spec, group.kv_cache_spec.block_size) for spec in per_layer}
+        if len(kinds) != 1:
             raise UnsupportedLayout(
-                f"The model keeps {type(spec).__name__} state, which is not full attention; InferScale "
-                "cannot inject into it. Start vLLM without the connector."
+                "Layers with different windows share a group of KV caches; InferScale needs a group for "
+                "each. Start vLLM without the connector."
             )
-        if getattr(spec, "head_size_v", None) not in (None, spec.head_size):
-            raise UnsupportedLayout(
-                "Keys and values of the model have different sizes; InferScale needs one size."
-            )
-    dtypes = {spec.dtype for spec in per_layer}
+        groups.append(kinds.pop())
+        shapes += [(spec.num_kv_heads, spec.head_size) for spec in per_layer]
+        dtypes |= {spec.dtype for spec in per_layer}
     if len(dtypes) != 1:
         raise UnsupportedLayout("The layers' KV caches differ in dtype; InferScale needs one dtype.")
-    token = RowShape(tuple((spec.num_kv_heads, spec.head_size) for spec in per_layer))
-    return CacheShape(kv_cache_config.num_blocks, group.kv_cache_spec.block_size, token, dtypes.pop())
+    layers = tuple(tuple(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+    return CacheShape(
+        kv_cache_config.num_blocks, tuple(groups), layers, RowShape(tuple(shapes)), dtypes.pop()
+    )
+
+
+def _group_of(spec: Any, block_size: int) -> CacheGroup:
+    """How a layer's blocks are kept. Raises UnsupportedLayout for what is no plain attention."""
+    kind = type(spec).__name__
+    # Exactly these: others keep something else than keys and values, or give blocks back in other ways.
+    if kind == "FullAttentionSpec":
+        group = CacheGroup(block_size)
+    elif kind == "SlidingWindowSpec" and not getattr(spec, "extra_retained_tokens", 0):
+        group = CacheGroup(block_size, window=int(spec.sliding_window))
+    elif kind == "ChunkedLocalAttentionSpec":
+        group = CacheGroup(block_size, chunk=int(spec.attention_chunk_size))
+    else:
+        raise UnsupportedLayout(
+            f"The model keeps {kind} state; InferScale can inject into full, sliding-window and chunked "
+            "attention only. Start vLLM without the connector."
+        )
+    if getattr(spec, "head_size_v", None) not in (None, spec.head_size):
+        raise UnsupportedLayout(
+            "Keys and values of the model have different sizes; InferScale needs one size."
+        )
+    return group
 
 
 def no_cache(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
     """Where nothing is captured or injected: of any model, a stand-in."""
-    return CacheShape(kv_cache_config.num_blocks, 1, RowShape(((1, 1),)), torch.float32)
+    num_groups = len(kv_cache_config.kv_cache_groups)
+    groups, layers = (CacheGroup(1),) * num_groups, ((),) * num_groups
+    return CacheShape(kv_cache_config.num_blocks, groups, layers, RowShape(((1, 1),)), torch.float32)
 
 
 def refuse_unsupported(vllm_config: Any) -> None:
@@ -121,9 +148,16 @@ def steps_at_once(vllm_config: Any) -> int:
     return int(getattr(vllm_config, "max_concurrent_batches", in_this_release))
 
 
-def layer_caches(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> list[LayerCache]:
-    """Attention layers in model order, each with its paged cache; layers that share a cache count once."""
+def layer_caches(
+    vllm_config: Any, kv_caches: Mapping[str, torch.Tensor], groups: Sequence[Sequence[str]]
+) -> list[LayerCache]:
+    """Attention layers, each with its paged cache; layers that share a cache count once.
+
+    groups: names of the layers of each KV cache group. Their order is that of the result; in a single group
+    layers are in the model's order.
+    """
     context = vllm_config.compilation_config.static_forward_context
+    group_of = {name: index for index, names in enumerate(groups) for name in names}
     layers: list[LayerCache] = []
     for name, cache in kv_caches.items():
         layer = context[name]
@@ -134,9 +168,12 @@ def layer_caches(vllm_config: Any, kv_caches: Mapping[str, torch.Tensor]) -> lis
                 f"Layer {name} ({type(layer).__name__}) has no ordinary paged KV cache; InferScale cannot "
                 "inject into it. Start vLLM without the connector."
             )
-        layers.append(LayerCache(name, layer, cache, layer.num_kv_heads, layer.head_size))
+        layers.append(LayerCache(name, layer, cache, layer.num_kv_heads, layer.head_size, group_of[name]))
     if not layers:
         raise UnsupportedLayout("The model has no attention layer with a paged KV cache.")
+    if len(groups) > 1:
+        names = [name for group in groups for name in group]
+        layers.sort(key=lambda layer: names.index(layer.name))
     return layers
 
 

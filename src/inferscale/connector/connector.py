@@ -23,6 +23,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from inferscale.config import ConnectorConfig, connector_config
@@ -73,8 +74,11 @@ class WorkerReport(KVConnectorWorkerMetadata):
         return WorkerReport(self.report.merge(other.report))
 
 
-class InferScaleConnector(KVConnectorBase_V1):
-    """Memory for vLLM: captures KV of segments, injects them into later prompts."""
+class InferScaleConnector(KVConnectorBase_V1, SupportsHMA):
+    """Memory for vLLM: captures KV of segments, injects them into later prompts.
+
+    SupportsHMA: vLLM's hybrid KV cache manager stays on (`groups`).
+    """
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -121,7 +125,7 @@ class InferScaleConnector(KVConnectorBase_V1):
         store, steps_at_once = self._store(model, 0), compat.steps_at_once(self._vllm_config)
         self.scheduler = SchedulerSide(
             table,
-            block_size=self._cache.block_size,
+            groups=self._cache.groups,
             row_bytes=self._format.row_bytes,
             model=model,
             secret=load_secret(self._runtime_dir),
@@ -146,7 +150,8 @@ class InferScaleConnector(KVConnectorBase_V1):
         folder = Path(self.config.disk_dir or ".")
         key = find_key(self.config.encryption_key_file) if self.config.disk_bytes else None
         sealing = None if key is None else Sealing(key)
-        name = format_name(f"{model}/{self._format.name}", row_bytes, self._num_ranks, sealing)
+        rows = f"{model}/{self._format.name}{self._cache.order}"
+        name = format_name(rows, row_bytes, self._num_ranks, sealing)
         return DiskStore(folder, name, rank, row_bytes, sealing)
 
     # scheduler side ---------------------------------------------------------------------------
@@ -163,6 +168,8 @@ class InferScaleConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self.scheduler is not None
+        if self._is_off:  # blocks that nobody knows are captured by nobody
+            return
         try:
             self.scheduler.claim(request, blocks, num_external_tokens)
         except Exception:  # noqa: BLE001 — an exception here would end the engine
@@ -201,6 +208,11 @@ class InferScaleConnector(KVConnectorBase_V1):
             )
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
         assert self.scheduler is not None
         try:
             outcome = self.scheduler.finish(request)
@@ -249,13 +261,13 @@ class InferScaleConnector(KVConnectorBase_V1):
             self._start_worker(kv_caches)
 
     def _start_worker(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        layers = compat.layer_caches(self._vllm_config, kv_caches)
+        layers = compat.layer_caches(self._vllm_config, kv_caches, self._cache.layers)
         self.worker = WorkerSide(
             self.config,
             layers,
             model_rotary(self._vllm_config, layers),
             self._cache.num_blocks,
-            self._cache.block_size,
+            [group.block_size for group in self._cache.groups],
             lambda: compat.free_bytes_per_worker(self._vllm_config, layers[0].cache.device),
             self._opened_store() if self.config.disk_bytes else None,
         )

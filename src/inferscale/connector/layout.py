@@ -22,13 +22,14 @@ _BASE = 255
 
 
 class LayerCache(NamedTuple):
-    """One attention layer and its paged cache on this worker."""
+    """One attention layer and its paged cache on this worker. group: number of its KV cache group."""
 
     name: str
     layer: Any
     cache: torch.Tensor
     num_kv_heads: int
     head_dim: int
+    group: int = 0
 
 
 @dataclass(frozen=True)

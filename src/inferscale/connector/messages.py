@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from inferscale.pool.moves import Int32Array, Moves
+from inferscale.pool.moves import GroupMoves, Int32Array
 from inferscale.pool.tiers import TierAnswers, TierOrders
 
 
@@ -23,9 +23,9 @@ class StepOrders:
     """
 
     step: int = 0
-    injection: Moves | None = None
-    capture: Moves | None = None
-    averaging: Moves | None = None
+    injection: GroupMoves = ()
+    capture: GroupMoves = ()
+    averaging: GroupMoves = ()
     zero_pages: Int32Array | None = None
     failed_blocks: list[int] = field(default_factory=list)
     tiers: TierOrders | None = None

@@ -21,6 +21,7 @@ from inferscale.errors import UnsupportedLayout
 from inferscale.kernels.fused import FusedMover
 from inferscale.kernels.geometry import geometry_of
 from inferscale.kernels.reference import GatherFunction, compile_gather, make_gather, turn
+from inferscale.kernels.staging import Staging
 from inferscale.pool.moves import Int32Array, Moves, MovesBuilder
 from inferscale.pool.slab import Slab
 from inferscale.rope import CosSin, Rotary, delta_cos_sin
@@ -57,10 +58,25 @@ class Mover(Protocol):
 
 
 class Caches(NamedTuple):
-    """Layers in model order and the probed layout of each."""
+    """Layers of one KV cache group, and the probed layout of each. first: where the first of them stands
+    among the layers of the pool's rows; the others follow it."""
 
     layers: Sequence[LayerCache]
     layouts: Sequence[BlockLayout]
+    first: int = 0
+
+    def is_all_of(self, slab: Slab) -> bool:
+        """Whether rows hold nothing else."""
+        return len(self.layers) == len(slab.shape.layers)
+
+
+class Part(NamedTuple):
+    """What one KV cache group is moved with. block_size: vLLM's."""
+
+    caches: Caches
+    rotary: Rotary
+    block_size: int
+    mover: Mover
 
 
 class PortableMover:
@@ -74,12 +90,13 @@ class PortableMover:
         self._caches = caches
         self._rotary = rotary
         self._device = slab.data.device
+        self._gathers_all = slab.shape.is_uniform and caches.is_all_of(slab)
         self._gather = self._prepare_gather(compile)
         self._rows_per_piece = max(64, SCRATCH_BYTES // (slab.shape.num_elements * 4 * 3))
 
     def _prepare_gather(self, compile: bool) -> GatherFunction:
         gather = make_gather(self._rotary, self._slab.format)
-        if not compile or not self._slab.shape.is_uniform:
+        if not compile or not self._gathers_all:
             return gather
         with torch.inference_mode():
             return compile_gather(gather, self._slab.data, self._rotary)
@@ -97,15 +114,14 @@ class PortableMover:
         turn_by = CosSin(*(part.to(self._device) for part in delta_cos_sin(moves, self._rotary)))
         is_moved = (moves != 0).to(self._device)
         row_index, slot_index = self._to_device(rows), self._to_device(slots)
-        if self._slab.shape.is_uniform:
+        if self._gathers_all:
             gathered = self._gather(self._slab.data, row_index, *turn_by, is_moved)
             for layer, keys, values in zip(self._caches.layers, *gathered, strict=True):
                 write_kv(layer, keys, values, slot_index)
             return
-        row_format = self._slab.format
-        picked = self._slab.data[row_index]
+        row_format, first = self._slab.format, self._caches.first
         for index, layer in enumerate(self._caches.layers):
-            decoded = row_format.decode_layer(picked, index).unsqueeze(1)
+            decoded = row_format.read_layer(self._slab.data, row_index, first + index).unsqueeze(1)
             cos_sin = turn_by.of_layer(index)
             keys, values = turn(decoded, *cos_sin, is_moved, self._rotary, row_format.kv_dtype)
             write_kv(layer, keys[0], values[0], slot_index)
@@ -117,7 +133,8 @@ class PortableMover:
         slot_index, row_index = self._to_device(slots), self._to_device(rows)
         self._slab.origins[row_index] = torch.from_numpy(positions).to(self._device)
         indices: dict[int, torch.Tensor] = {}
-        for index, (layer, layout) in enumerate(zip(*self._caches, strict=True)):
+        layers, layouts, first = self._caches
+        for index, (layer, layout) in enumerate(zip(layers, layouts, strict=True), first):
             if id(layout) not in indices:
                 indices = {id(layout): layout.element_index(slot_index)}
             captured = flat_storage(layer.cache)[indices[id(layout)]]
@@ -143,15 +160,17 @@ def choose_mover(
     *,
     compile: bool,
     interpret: bool = False,
+    staging: Staging | None = None,
 ) -> Mover:
     """The fused kernels where they can run and give what the portable path gives, else that one.
 
     block_size, max_tokens: of vLLM's paged cache. Raises UnsupportedLayout where
-    `path` asks for the fused kernels and they cannot serve. interpret: as in FusedMover, for tests.
+    `path` asks for the fused kernels and they cannot serve. interpret, staging: as in FusedMover; the former
+    for tests.
     """
     if path != "portable" and (slab.data.is_cuda or interpret or path == "fused"):
         try:
-            return _fused(slab, caches, rotary, block_size, max_tokens, interpret)
+            return _fused(slab, caches, rotary, block_size, max_tokens, interpret, staging)
         except Exception as error:  # compilers fail in many ways; the portable path is always right
             if path == "fused":
                 raise UnsupportedLayout(
@@ -165,7 +184,13 @@ def choose_mover(
 
 
 def _fused(
-    slab: Slab, caches: Caches, rotary: Rotary, block_size: int, max_tokens: int, interpret: bool
+    slab: Slab,
+    caches: Caches,
+    rotary: Rotary,
+    block_size: int,
+    max_tokens: int,
+    interpret: bool,
+    staging: Staging | None,
 ) -> FusedMover:
     if not slab.data.is_cuda and not interpret:
         raise UnsupportedLayout("the fused kernels need a CUDA GPU")
@@ -176,7 +201,17 @@ def _fused(
     if geometry is None:
         raise UnsupportedLayout("the paged cache has no regular strides")
     tensors = [layer.cache for layer in caches.layers]
-    mover = FusedMover(slab, tensors, geometry, rotary, block_size, max_tokens, interpret=interpret)
+    mover = FusedMover(
+        slab,
+        tensors,
+        geometry,
+        rotary,
+        block_size,
+        max_tokens,
+        first_layer=caches.first,
+        staging=staging,
+        interpret=interpret,
+    )
     _check(mover, slab, caches, rotary, block_size)
     return mover
 

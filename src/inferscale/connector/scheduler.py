@@ -22,17 +22,19 @@ import logging
 import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from inferscale.connector.captures import Captures, Capturing
+from inferscale.connector.groups import NULL_BLOCK, CacheGroup
 from inferscale.connector.locate import NO_RUN, Run, leading_run, locate
 from inferscale.connector.messages import StepOrders, StepReport
+from inferscale.connector.scheduled import allocated, computed_before
 from inferscale.connector.state import Counters, RequestState, outcome_of, sizes_of
 from inferscale.connector.tiering import Tiering, Wait
-from inferscale.errors import PlanRejected
+from inferscale.errors import EngineError, PlanRejected
 from inferscale.plan import Order, Plan, from_wire, salt_of
-from inferscale.pool.moves import Moves, MovesBuilder
+from inferscale.pool.moves import GroupMoves, MovesBuilder, build_groups
 from inferscale.pool.table import PageTable
 
 logger = logging.getLogger(__name__)
@@ -44,13 +46,13 @@ MAX_OUTCOMES = 4096
 
 
 class SchedulerSide:
-    """Page table and orders. All methods are called from the engine's scheduler thread."""
+    """Page table and orders. All methods are called from the engine's scheduler thread. groups: vLLM's."""
 
     def __init__(
         self,
         table: PageTable,
         *,
-        block_size: int,
+        groups: Sequence[CacheGroup],
         row_bytes: int,
         model: str,
         secret: bytes,
@@ -58,7 +60,7 @@ class SchedulerSide:
     ) -> None:
         self.table = table
         self.tiering = tiering
-        self.block_size = block_size
+        self.groups = groups
         self.row_bytes = row_bytes
         self.model = model
         self.secret = secret
@@ -71,8 +73,9 @@ class SchedulerSide:
         self._followed: dict[str, RequestState] = {}  # of `_requests`, those whose blocks still matter
         # What vLLM was promised in the step being scheduled, by request id; with its KVCacheBlocks.
         self._claims: dict[str, tuple[Run, Any]] = {}
-        self._captures = Captures(table, tiering, self.counters, block_size)
+        self._captures = Captures(table, tiering, self.counters, groups)
         self._epochs: dict[str, int] = {}
+        self._to_compute: list[Any] = []  # requests that are to read no prefix cache from the next step on
 
     # match ------------------------------------------------------------------------------------
 
@@ -95,6 +98,14 @@ class SchedulerSide:
         if self._is_stale(state.plan):  # forgotten since it was admitted: before a resume, or while it waited
             state.reason = STALE
             return 0
+        if state.computes_all:
+            return 0
+        # The prefix cache has a pass that is encoded again, but gives it the end only: it is computed anew.
+        is_pass = getattr(request, "max_tokens", None) == 1
+        if is_pass and self._captures.is_out_of_reach(state, num_computed):
+            state.computes_all = True
+            self._to_compute.append(request)
+            return None
         if getattr(request, "skip_reading_prefix_cache", False):
             state.reason = "prompt log-probabilities need every prompt token computed"
             return 0
@@ -231,23 +242,30 @@ class SchedulerSide:
             self.tiering.pace.note_step(scheduler_output.total_num_scheduled_tokens, time.monotonic())
             orders.tiers = self.tiering.take_orders()
         self._claims.clear()
+        while self._to_compute:  # now only: vLLM takes no waiting from a request that reads none
+            self._to_compute.pop().skip_reading_prefix_cache = True
         # Only captures need a report; a step without tokens is not even reported by every model runner.
         orders.step = self._captures.close()
         return orders
 
-    def _build_injection(self, scheduler_output: Any) -> Moves | None:
+    def _build_injection(self, scheduler_output: Any) -> GroupMoves:
         if not self._claims:
-            return None
-        builder = MovesBuilder(self.block_size)
+            return ()
+        builders = [MovesBuilder(group.block_size) for group in self.groups]
         missing = dict(self._claims)
-        for request_id, block_ids in _allocated(scheduler_output, self._claims):
+        for request_id, block_ids in allocated(scheduler_output, self._claims):
             run, _ = missing.pop(request_id)
             rows = b"".join([entry.packed_rows for entry in run.entries])
-            skipped = run.start - run.segment_starts[0]
-            builder.add(rows[4 * skipped : 4 * (skipped + run.num_tokens)], run.start, block_ids)
+            first_row = run.segment_starts[0]
+            for builder, group, ids in zip(builders, self.groups, block_ids, strict=True):
+                start = max(run.start, group.held_from(run.end))  # what is before it, its layers never see
+                if not group.holds(ids, start, run.end):
+                    raise EngineError(f"vLLM gave no blocks for tokens {start} to {run.end} of {request_id}.")
+                if start < run.end:
+                    builder.add(rows[4 * (start - first_row) : 4 * (run.end - first_row)], start, ids)
         for request_id, (_, blocks) in missing.items():  # vLLM counts on KV that has no place to go
             self.fail_claim(request_id, blocks)
-        return builder.build()
+        return build_groups(builders)
 
     def _follow_blocks(self, scheduler_output: Any) -> None:
         """Keep the block lists of capturing requests, and carry out orders of new ones."""
@@ -261,7 +279,7 @@ class SchedulerSide:
             state = self._followed.get(new.req_id)
             if state is None:
                 continue
-            state.block_ids = list(new.block_ids[0])
+            state.block_ids = [list(ids) for ids in new.block_ids]
             if state.plan.order is not None and state.answer is None:
                 state.answer = self._execute(state.plan.order)
                 del self._followed[new.req_id]
@@ -274,22 +292,25 @@ class SchedulerSide:
             if request_id in cached.resumed_req_ids:
                 state.block_ids = []
             if new_blocks is not None:
-                state.block_ids.extend(new_blocks[0])
+                state.block_ids = state.block_ids or [[] for _ in self.groups]
+                for known, more in zip(state.block_ids, new_blocks, strict=True):
+                    known.extend(more)
 
-    def _build_captures(self, scheduler_output: Any) -> tuple[Moves | None, Moves | None]:
+    def _build_captures(self, scheduler_output: Any) -> tuple[GroupMoves, GroupMoves]:
         if not self._followed:
-            return None, None
+            return (), ()
         moves = self._captures.order(self._capturing(scheduler_output))
         self._followed = {name: state for name, state in self._followed.items() if state.is_followed}
         return moves
 
     def _capturing(self, scheduler_output: Any) -> Iterator[Capturing]:
-        for request_id, num_computed in _computed_before(scheduler_output):
+        for request_id, num_computed in computed_before(scheduler_output):
             state = self._followed.get(request_id)
             if state is None or not state.plan.captures or not state.can_inject or not state.can_capture:
                 continue
             if not self._is_stale(state.plan):  # else its facts may just have been forgotten
-                yield Capturing(state, num_computed + scheduler_output.num_scheduled_tokens[request_id])
+                num_tokens = scheduler_output.num_scheduled_tokens[request_id]
+                yield Capturing(state, num_computed, num_computed + num_tokens)
 
     def _execute(self, order: Order) -> dict[str, Any]:
         if order.op == "stats":
@@ -310,13 +331,15 @@ class SchedulerSide:
         if not self._broken:
             return []
         broken, self._broken = self._broken, {}
-        allocated = dict(_allocated(scheduler_output, broken))
+        given = dict(allocated(scheduler_output, broken))
         failed: list[int] = []
         for request_id, blocks in broken.items():
-            block_ids = allocated.get(request_id) or list(blocks.get_block_ids()[0])
+            block_ids = given.get(request_id) or blocks.get_block_ids()
             state = self._requests.get(request_id)
             # The prefix-cache blocks in front are sound, and other requests may share them.
-            failed.extend(block_ids[0 if state is None else state.match_start // self.block_size :])
+            start = 0 if state is None else state.match_start
+            for group, ids in zip(self.groups, block_ids, strict=True):
+                failed.extend(block for block in ids[start // group.block_size :] if block != NULL_BLOCK)
         return failed
 
     def fail_open_claims(self, scheduler_output: Any) -> StepOrders:
@@ -354,6 +377,7 @@ class SchedulerSide:
         if state is None:
             return None
         self._followed.pop(request.request_id, None)
+        self._captures.end(state)
         outcome = outcome_of(state, self.table)
         self._publish(state.plan.id, outcome)
         return outcome
@@ -409,25 +433,3 @@ class SchedulerSide:
         self.table.clear()
         if self.tiering is not None:
             self.tiering.clear()
-
-
-def _allocated(scheduler_output: Any, request_ids: Collection[str]) -> Iterator[tuple[str, list[int]]]:
-    """Those of these requests that begin or resume in this step, each with all of its blocks."""
-    num_left = len(request_ids)
-    for new in scheduler_output.scheduled_new_reqs:
-        if new.req_id in request_ids:
-            num_left -= 1
-            yield new.req_id, new.block_ids[0]
-    if num_left:  # model runner V1 tells of resumed requests here
-        cached = scheduler_output.scheduled_cached_reqs
-        for request_id, block_ids in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if request_id in request_ids and block_ids is not None:
-                yield request_id, block_ids[0]
-
-
-def _computed_before(scheduler_output: Any) -> list[tuple[str, int]]:
-    """(request id, tokens computed before this step) of every scheduled request."""
-    cached = scheduler_output.scheduled_cached_reqs
-    return [(new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs] + list(
-        zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-    )

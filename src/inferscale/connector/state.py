@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from inferscale.connector.locate import NO_RUN, Placement, Run
 from inferscale.connector.tiering import Wait
 from inferscale.plan import Plan, Span
 from inferscale.pool.table import Entry, PageTable
+
+
+class Piece(NamedTuple):
+    """The leading part of a span that is captured already, up to the prompt's token `end`."""
+
+    entry: Entry
+    end: int
 
 
 @dataclass
@@ -19,7 +26,9 @@ class RequestState:
     match_start: prompt tokens that vLLM's prefix cache supplied when it was matched last. num_claims: how
     often vLLM allocated for it; above 1 where it was preempted and resumed. injected: spans of the prompt
     that hold injected KV since the last claim. wait: for segments from lower tiers; has_waited: once is
-    enough.
+    enough. block_ids: of each KV cache group, those given back meanwhile included. captured: spans that are
+    ordered whole, or given up; pieces: those that are ordered in part. computes_all: it reads no prefix cache
+    and injects nothing, to capture all of its spans.
     """
 
     plan: Plan
@@ -27,14 +36,16 @@ class RequestState:
     placement: Placement | None = None
     match: Run = NO_RUN
     match_start: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[list[int]] = field(default_factory=list)
     captured: set[str] = field(default_factory=set)
+    pieces: dict[str, Piece] = field(default_factory=dict)
     num_claims: int = 0
     injected: list[tuple[int, int]] = field(default_factory=list)
     num_prompt_tokens: int = 0
     answer: dict[str, Any] | None = None
     reason: str | None = None
     can_capture: bool = True
+    computes_all: bool = False
     wait: Wait | None = None
     has_waited: bool = False
 
@@ -77,6 +88,7 @@ class Counters:
     wholly in vLLM's prefix cache, and those that were prefilled: not in the pool, behind one that is not, or
     lost in the prompt. Head and turns are not counted, nor what the planner left as text: it is in no plan.
     captures_without_first: second captures of segments whose first one was not in the pool any more.
+    captures_out_of_reach: spans whose beginning some layers' windows had left when their end was computed.
     segments_lost: of any kind, not found in the prompt. tokens_injected: of any kind, again after a resume.
     """
 
@@ -91,6 +103,7 @@ class Counters:
     captures: int = 0
     captures_without_room: int = 0
     captures_without_first: int = 0
+    captures_out_of_reach: int = 0
     captures_failed: int = 0
     preemptions: int = 0
     internal_errors: int = 0

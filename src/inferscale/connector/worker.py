@@ -10,7 +10,8 @@ bandwidth (docs/log.md).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -20,11 +21,12 @@ from inferscale.config import ConnectorConfig
 from inferscale.connector.averaging import Averager
 from inferscale.connector.layout import BlockLayout, LayerCache, check_layout, probe_layout
 from inferscale.connector.messages import StepOrders, StepReport
-from inferscale.connector.movement import Caches, Mover, choose_mover
+from inferscale.connector.movement import Caches, Part, choose_mover
 from inferscale.errors import PoolTooLarge, UnsupportedLayout
+from inferscale.kernels.staging import Staging
 from inferscale.pool.disk import DiskStore
 from inferscale.pool.lower import LowerTiers
-from inferscale.pool.moves import Moves
+from inferscale.pool.moves import GroupMoves, Int32Array
 from inferscale.pool.row_format import RowFormat
 from inferscale.pool.slab import Slab, num_pages
 from inferscale.rope import Rotary
@@ -36,9 +38,9 @@ logger = logging.getLogger(__name__)
 class WorkerSide:
     """The pool of one worker.
 
-    layers: in model order, all caches on one device with one dtype. num_blocks, block_size: of
-    vLLM's scheduler. free_bytes: asked once, after vLLM took its memory. Raises UnsupportedLayout
-    and PoolTooLarge.
+    layers: by KV cache group, in the order that rows have them; all caches on one device with one dtype.
+    num_blocks: of vLLM's scheduler; block_sizes: of its groups. free_bytes: asked once, after vLLM took its
+    memory. Raises UnsupportedLayout and PoolTooLarge.
     """
 
     def __init__(
@@ -47,7 +49,7 @@ class WorkerSide:
         layers: list[LayerCache],
         rotary: Rotary,
         num_blocks: int,
-        block_size: int,
+        block_sizes: Sequence[int],
         free_bytes: Callable[[], int],
         disk: DiskStore | None = None,
     ) -> None:
@@ -56,25 +58,53 @@ class WorkerSide:
         self.rotary = rotary
         self.device = layers[0].cache.device
         self.dtype = layers[0].cache.dtype
-        self.block_size = block_size
+        self.block_sizes = block_sizes
         self.failed_blocks: set[int] = set()
         self._report = StepReport()
-        self._cache_tokens = num_blocks * block_size
+        self._cache_tokens = num_blocks * max(block_sizes)
         self._layouts = self._probe(num_blocks)
         self.slab = self._allocate(free_bytes())
-        caches = Caches(layers, self._layouts)
-        self.mover: Mover = choose_mover(
-            self.slab,
-            caches,
-            rotary,
-            block_size,
-            self._cache_tokens,
-            config.injection_path,
-            compile=config.compile_injection,
-        )
-        self.averager = Averager(self.slab, caches, rotary, block_size, self.mover)
+        self.parts = self._divide()
+        self.mover = self.parts[0].mover
+        """For what any of them does."""
+        self.averager = Averager(self.slab, self.parts)
         has_tiers = disk is not None or config.host_bytes > 0
-        self.lower = LowerTiers(self.slab, disk, self.mover.note_origins) if has_tiers else None
+        self.lower = LowerTiers(self.slab, disk, self._note_origins) if has_tiers else None
+
+    def _divide(self) -> list[Part]:
+        """The layers of each KV cache group, with what moves them."""
+        parts: list[Part] = []
+        staging = Staging.for_cache(self._cache_tokens, self.device) if self.device.type == "cuda" else None
+        start = 0
+        for group, members in groupby(self.layers, key=lambda layer: layer.group):
+            layers = list(members)
+            end = start + len(layers)
+            caches, rotary = (
+                Caches(layers, self._layouts[start:end], start),
+                self.rotary.of_layers(start, end),
+            )
+            mover = choose_mover(
+                self.slab,
+                caches,
+                rotary,
+                self.block_sizes[group],
+                self._cache_tokens,
+                self.config.injection_path,
+                compile=self.config.compile_injection,
+                staging=staging,
+            )
+            parts.append(Part(caches, rotary, self.block_sizes[group], mover))
+            start = end
+        if len(parts) != len(self.block_sizes):
+            raise UnsupportedLayout(
+                f"vLLM keeps {len(self.block_sizes)} groups of KV caches, of which this worker's layers use "
+                f"{len(parts)}; InferScale needs the same on both sides."
+            )
+        return parts
+
+    def _note_origins(self, rows: Int32Array, positions: Int32Array) -> None:
+        for part in self.parts:
+            part.mover.note_origins(rows, positions)
 
     def _probe(self, num_blocks: int) -> list[BlockLayout]:
         """Probe each distinct kind of cache once, then verify it on every layer."""
@@ -113,7 +143,8 @@ class WorkerSide:
 
     def _describe(self, slab: Slab, free_bytes: int) -> MemoryBudget:
         """How this worker's memory is divided. What torch holds besides caches and pool is the model."""
-        cache_bytes = sum(layer.cache.numel() * layer.cache.element_size() for layer in self.layers)
+        storages = [layer.cache.untyped_storage() for layer in self.layers]  # which groups share
+        cache_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         pool_bytes = slab.data.nbytes
         is_cuda = self.device.type == "cuda"
         held_bytes = torch.cuda.memory_allocated(self.device) if is_cuda else 0
@@ -121,7 +152,7 @@ class WorkerSide:
             device=str(self.device),
             model_bytes=held_bytes - cache_bytes - pool_bytes if is_cuda else None,
             cache_bytes=cache_bytes,
-            cache_tokens=self._cache_tokens,
+            cache_tokens=self._cache_tokens // len(self.block_sizes),
             pool_bytes=pool_bytes,
             pool_tokens=len(slab.data),
             page_size_tokens=slab.page_size_tokens,
@@ -133,9 +164,11 @@ class WorkerSide:
     def before_forward(self, orders: StepOrders) -> None:
         """Inject and zero freed pages. An error marks the blocks as failed; vLLM fails the requests."""
         self.failed_blocks.update(orders.failed_blocks)
-        if orders.injection is not None:
+        if orders.injection:
             try:
-                self.mover.inject(orders.injection)
+                for part, moves in zip(self.parts, orders.injection, strict=True):
+                    if moves is not None:
+                        part.mover.inject(moves)
             except Exception:  # a wrong answer is worse than a failed request
                 logger.exception("Injection failed; the requests it was for fail")
                 self._fail(orders.injection)
@@ -145,21 +178,23 @@ class WorkerSide:
             self.lower.drop(orders.tiers.drops)
             self.lower.load(orders.tiers.loads)
 
-    def _fail(self, injection: Moves) -> None:
-        self.failed_blocks.update(
-            np.unique(injection.expand(self.block_size).slots // self.block_size).tolist()
-        )
+    def _fail(self, injection: GroupMoves) -> None:
+        for part, moves in zip(self.parts, injection, strict=True):
+            if moves is not None:
+                slots = moves.expand(part.block_size).slots
+                self.failed_blocks.update(np.unique(slots // part.block_size).tolist())
 
     def after_forward(self, orders: StepOrders) -> None:
         """Capture, copy what was captured to lower tiers, and note the step for the report."""
         if orders.step == 0:
             return
         saves = [] if orders.tiers is None else orders.tiers.saves
-        if orders.capture is not None or orders.averaging is not None:
+        if orders.capture or orders.averaging:
             try:
-                if orders.capture is not None:
-                    self.mover.capture(orders.capture)
-                if orders.averaging is not None:
+                for part, moves in zip(self.parts, orders.capture, strict=False):  # () is nothing
+                    if moves is not None:
+                        part.mover.capture(moves)
+                if orders.averaging:
                     self.averager.average(orders.averaging)
             except Exception:  # captured KV is a cache: losing it costs time only
                 logger.exception("Capture failed; the segments stay text")

@@ -23,14 +23,11 @@ from inferscale.kernels.staging import Staging
 from inferscale.pool.moves import Int32Array, Moves
 from inferscale.pool.slab import Slab
 from inferscale.rope import Rotary
-from inferscale.row_size import group_size
+from inferscale.row_size import RowShape, group_size
 
 _VECTOR_BYTES = 16
 _ZERO_BLOCK = 8192
 _SCALE_BYTES = 2
-
-_STAGED_NUMBERS = 2**19
-"""Room of each staging buffer at first: 256 requests of 1,500 tokens in one step."""
 
 
 class Tuning(NamedTuple):
@@ -50,11 +47,12 @@ CAPTURE = Tuning(elements=2048, num_warps=1)
 
 
 class FusedMover:
-    """Moves KV of any number of tokens and all layers in one launch.
+    """Moves KV of any number of tokens and all its layers in one launch.
 
-    slab: with one shape for all layers. caches: of the layers, in order, with one dtype, on one device.
-    geometry: of every one of them. block_size, max_tokens: of vLLM's paged cache. Raises UnsupportedLayout
-    where the kernels cannot serve this cache, with the reason.
+    caches: of the layers, in order, with one shape and dtype, on one device. first_layer: where the first of
+    them stands among the layers of the slab's rows; the others follow. geometry: of every one of them.
+    block_size, max_tokens: of vLLM's paged cache. staging: shared with others on the same stream. Raises
+    UnsupportedLayout where the kernels cannot serve this cache, with the reason.
     """
 
     def __init__(
@@ -66,11 +64,14 @@ class FusedMover:
         block_size: int,
         max_tokens: int,
         *,
+        first_layer: int = 0,
+        staging: Staging | None = None,
         interpret: bool = False,
         inject_tuning: Tuning = INJECT,
         capture_tuning: Tuning = CAPTURE,
     ) -> None:
-        heads, dim = _shape(slab)
+        layers = slice(first_layer, first_layer + len(caches))
+        heads, dim = _shape(slab, layers)
         self._device = slab.data.device
         starts = _starts(caches)
         self._layer_offsets = torch.tensor(
@@ -78,16 +79,17 @@ class FusedMover:
         )
         self._inv_freq = rotary.inv_freq.to(device=self._device, dtype=torch.float64).contiguous()
         self._num_layers = len(caches)
-        self._staging = Staging(min(2 * max_tokens, _STAGED_NUMBERS), self._device)
+        self._staging = staging or Staging.for_cache(max_tokens, self._device)
         elements, scales = _views(slab)
         tensors = {
-            "slab": elements,
+            "slab": elements[:, RowShape(slab.shape.layers[:first_layer]).num_elements :],
             "scales": scales,
             "origins": slab.origins,
             "cache": caches[0],
             "layer_offsets": self._layer_offsets,
         }
-        shape = _shape_constants(slab, caches[0].element_size(), geometry, self._layer_offsets, block_size)
+        element_size = caches[0].element_size()
+        shape = _shape_constants(slab, layers, element_size, geometry, self._layer_offsets, block_size)
         group = group_size(slab.format.pool_dtype, dim)
         rotation = _rotation_constants(rotary, dim, group)
         self._inject_units = inject_tuning.units(2 * heads * dim)
@@ -214,19 +216,27 @@ def _load(interpret: bool) -> Any:
     return module
 
 
-def _shape(slab: Slab) -> tuple[int, int]:
-    if not slab.shape.is_uniform:
+def _shape(slab: Slab, layers: slice) -> tuple[int, int]:
+    shape = RowShape(slab.shape.layers[layers])
+    if not shape.is_uniform:
         raise UnsupportedLayout("the layers have key heads of different shapes")
-    return slab.shape.layers[0]
+    return shape.layers[0]
 
 
 def _shape_constants(
-    slab: Slab, element_size: int, geometry: CacheGeometry, layer_offsets: torch.Tensor, block_size: int
+    slab: Slab,
+    layers: slice,
+    element_size: int,
+    geometry: CacheGeometry,
+    layer_offsets: torch.Tensor,
+    block_size: int,
 ) -> dict[str, int]:
     """What both kernels know of slab and caches. element_size: bytes of an element of these."""
-    heads, dim = _shape(slab)
+    heads, dim = _shape(slab, layers)
+    before = RowShape(slab.shape.layers[: layers.start])
     elements, scales = _views(slab)
-    group = group_size(slab.format.pool_dtype, dim)
+    pool_dtype = slab.format.pool_dtype
+    group = group_size(pool_dtype, dim)
     strides = geometry.block_stride, geometry.slot_stride, geometry.kv_stride, geometry.head_stride
     return {
         "LAYERS": len(layer_offsets),
@@ -235,14 +245,16 @@ def _shape_constants(
         "ROW": elements.shape[1],
         "GROUP": group,
         "SCALE_ROW": scales.shape[1],
-        "SCALES_AT": slab.shape.num_elements // _SCALE_BYTES if group else 0,
+        "SCALES_AT": slab.shape.num_elements // _SCALE_BYTES + before.num_scales(pool_dtype) if group else 0,
         "PROMPT_BLOCK": block_size,
         "BLOCK_SIZE": geometry.block_size,
         "BLOCK_STRIDE": geometry.block_stride,
         "SLOT_STRIDE": geometry.slot_stride,
         "KV_STRIDE": geometry.kv_stride,
         "HEAD_STRIDE": geometry.head_stride,
-        "ALIGN": _alignment(element_size, [2 * heads * dim, *strides, *layer_offsets.tolist()]),
+        "ALIGN": _alignment(
+            element_size, [2 * heads * dim, before.num_elements, *strides, *layer_offsets.tolist()]
+        ),
         "BLOCK_HEADS": _power_of_two(heads),
     }
 

@@ -15,6 +15,8 @@ import torch
 from inferscale.pool.moves import Int32Array
 
 NUM_BUFFERS = 8
+_STAGED_NUMBERS = 2**19
+"""Room of each buffer at first: 256 requests of 1,500 tokens in one step."""
 _STEP = 1024
 """Copies are of so many numbers, or of twice as many, four times …: their views are made once."""
 
@@ -41,6 +43,11 @@ class Staging:
         self._copied: list[torch.cuda.Event] = []
         self._next = 0
         self._allocate(capacity)
+
+    @classmethod
+    def for_cache(cls, max_tokens: int, device: torch.device) -> Staging:
+        """For steps of a paged cache of so many tokens."""
+        return cls(min(2 * max_tokens, _STAGED_NUMBERS), device)
 
     def _allocate(self, capacity: int) -> None:
         capacity = _rounded(capacity)

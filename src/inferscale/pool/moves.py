@@ -63,6 +63,10 @@ class Moves(NamedTuple):
         return Expanded(*(np.concatenate(column) for column in (rows, slots, positions)))
 
 
+GroupMoves = tuple[Moves | None, ...]
+"""Of each KV cache group of vLLM, in their order; () is nothing at all."""
+
+
 class MovesBuilder:
     """Collects the runs of a step."""
 
@@ -115,6 +119,12 @@ class MovesBuilder:
                     blocks_at + num_blocks,
                 )
         self._headers, self._longest = cut, LONGEST_OF_SEVERAL
+
+
+def build_groups(builders: Sequence[MovesBuilder]) -> GroupMoves:
+    """builders: of each group."""
+    moves = tuple([builder.build() for builder in builders])
+    return moves if any(moves) else ()
 
 
 def single_run(rows: Int32Array, start: int, block_ids: Sequence[int], block_size: int) -> Moves:

@@ -68,27 +68,28 @@ class RowFormat:
         """
         assert self.shape.is_uniform
         heads, dim = self.shape.layers[0]
-        return self._decoded(
-            rows, 0, self.shape.num_elements, 0, self.shape.num_scales(self.pool_dtype), dim
-        ).view(len(rows), len(self.shape.layers), 2, heads, dim)
+        elements = rows[:, : self.shape.num_elements]
+        if self.is_quantized:
+            scales = self._scales(rows)[:, : self.shape.num_scales(self.pool_dtype)]
+            elements = self._times(elements, scales, dim)
+        return elements.view(len(rows), len(self.shape.layers), 2, heads, dim)
 
-    def decode_layer(self, rows: torch.Tensor, index: int) -> torch.Tensor:
-        """[n, num_columns] → [n, 2, heads, dim] of one layer."""
+    def read_layer(self, slab: torch.Tensor, rows: torch.Tensor, index: int) -> torch.Tensor:
+        """One layer of tokens, [n, 2, heads, dim], where quantized in float32. slab: [rows, num_columns];
+        rows: int64 [n]."""
         heads, dim = self.shape.layers[index]
         start, first_scale = self._starts(index)
-        num_elements = 2 * heads * dim
-        num_scales = num_elements // group_size(self.pool_dtype, dim) if self.is_quantized else 0
-        decoded = self._decoded(rows, start, start + num_elements, first_scale, first_scale + num_scales, dim)
-        return decoded.reshape(len(rows), 2, heads, dim)
+        elements = slab[:, start : start + 2 * heads * dim][rows]
+        if self.is_quantized:
+            last_scale = first_scale + 2 * heads * dim // group_size(self.pool_dtype, dim)
+            elements = self._times(elements, self._scales(slab)[:, first_scale:last_scale][rows], dim)
+        return elements.reshape(len(rows), 2, heads, dim)
 
-    def _decoded(
-        self, rows: torch.Tensor, start: int, end: int, first_scale: int, last_scale: int, dim: int
-    ) -> torch.Tensor:
-        if not self.is_quantized:
-            return rows[:, start:end]
-        elements = rows[:, start:end].view(_element_dtype(self.pool_dtype)).to(torch.float32)
-        scales = self._scales(rows)[:, first_scale:last_scale].to(torch.float32)
-        return elements.view(len(rows), -1, group_size(self.pool_dtype, dim)) * scales.unsqueeze(-1)
+    def _times(self, elements: torch.Tensor, scales: torch.Tensor, dim: int) -> torch.Tensor:
+        """Elements as they are stored, [n, m], times their scales [n, …], in float32 [n, …, group]."""
+        numbers = elements.view(_element_dtype(self.pool_dtype)).to(torch.float32)
+        groups = numbers.view(len(elements), -1, group_size(self.pool_dtype, dim))
+        return groups * scales.to(torch.float32).unsqueeze(-1)
 
     def store_layer(
         self, slab: torch.Tensor, rows: torch.Tensor, index: int, keys_values: torch.Tensor

@@ -99,6 +99,10 @@ class PageTable:
         entry = self._entries.get(key)
         return None if entry is None or entry.is_dropped else entry
 
+    def is_live(self, entry: Entry) -> bool:
+        """Whether this entry is in the table, and not gone or another one of its key."""
+        return self._entries.get(entry.key) is entry
+
     def is_resident(self, key: str) -> bool:
         entry = self._entries.get(key)
         return entry is not None and entry.is_resident

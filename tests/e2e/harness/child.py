@@ -222,6 +222,15 @@ class EngineHost:
         blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)
         return RunningRequest(tuple(blocks[0]), request.num_computed_tokens, request.status.name == "RUNNING")
 
+    def windows(self) -> list[tuple[int, int, int]]:
+        """(block size, window, chunk) of each KV cache group; window and chunk are 0 where all is seen."""
+        return [tuple(group) for group in self._side.groups]
+
+    def blocks_of_groups(self, name: str) -> list[list[int]]:
+        """Of a request that `add` returned, in each KV cache group; 0 is the null block."""
+        request_id = next(i for i in self._scheduler.requests if i == name or i.startswith(name + "-"))
+        return [list(ids) for ids in self._scheduler.kv_cache_manager.get_block_ids(request_id)]
+
     def preempt_all(self) -> None:
         """Throw every running request out, as vLLM does when blocks run out, and forget its blocks."""
         self._llm.reset_prefix_cache(reset_running_requests=True)
