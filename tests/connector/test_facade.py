@@ -327,3 +327,4 @@ def test_without_injection_there_is_one_page_and_nothing_below(
     connector.wait_for_save()
     assert connector.get_block_ids_with_load_errors() == set()
     assert connector.build_connector_worker_meta() is None
+    connector.update_state_after_alloc(None, None, 0)

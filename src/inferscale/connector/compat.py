@@ -131,9 +131,14 @@ def refuse_pool_dtype(vllm_config: Any, pool_dtype: PoolDtype) -> None:
     fraction leave them errors as large as what tells one token from another (docs/quality.md).
     """
     config = vllm_config.model_config.hf_text_config
-    has_bias = str(getattr(config, "model_type", "")).startswith("qwen2") or any(
-        getattr(config, name, False) is True
-        for name in ("attention_bias", "qkv_bias", "add_qkv_bias", "use_qkv_bias", "use_bias")
+    model_type = str(getattr(config, "model_type", ""))
+    has_bias = (
+        model_type.startswith("qwen2")
+        or model_type == "phi"
+        or any(
+            getattr(config, name, False) is True
+            for name in ("attention_bias", "qkv_bias", "add_qkv_bias", "use_qkv_bias", "use_bias")
+        )
     )
     if pool_dtype == "fp8" and has_bias:
         raise UnsupportedLayout(
