@@ -84,12 +84,13 @@ def check(architecture: Architecture, checkpoint: Any, engines: EngineCache) -> 
 def check_text(checkpoint: Any, options: dict[str, Any], engines: EngineCache) -> None:
     """Started without injection, the engine answers as stock vLLM does."""
     generator = random.Random(5)
-    ids = tuple(generator.randrange(5, VOCAB_SIZE) for _ in range(300))
+    ids = tuple(generator.randrange(5, VOCAB_SIZE) for _ in range(200))
     stock = engines(checkpoint, **options, pool_tokens=0).ask(ids, max_tokens=_STEPS)
     engine = engines(checkpoint, **options, injection_path="none")
-    key = engine.key((), ids[:200])
-    engine.ask(ids[:200], engine.plan("encode", captures=(Span(key, 0, 200),)))
-    plan = engine.plan(segments=(Segment(key, ids[:200], "fact"),))
+    memory = ids[:150]
+    key = engine.key((), memory)
+    engine.ask(memory, engine.plan("encode", captures=(Span(key, 0, len(memory)),)))
+    plan = engine.plan(segments=(Segment(key, memory, "fact"),))
     answer = engine.ask(ids, plan, max_tokens=_STEPS)
     assert answer.outcome is not None
     assert answer.outcome["injected_tokens"] == 0, answer.outcome
