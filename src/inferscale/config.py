@@ -24,7 +24,7 @@ _C = TypeVar("_C")
 
 TierWait = Literal["auto", "always", "never"]
 PoolDtype = Literal["auto", "int8", "fp8"]
-InjectionPath = Literal["auto", "fused", "portable"]
+InjectionPath = Literal["auto", "fused", "portable", "none"]
 SelfCheck = Literal["auto", "always", "never"]
 
 AUTO = "auto"
@@ -139,7 +139,8 @@ class ConnectorConfig:
     system's temporary folder."""
     injection_path: InjectionPath = "auto"
     """`fused`: kernels for all layers at once, on CUDA GPUs; `portable`: plain torch and vLLM's own write,
-    anywhere; `auto`: fused where it can run and gives the same."""
+    anywhere; `auto`: fused where it can run and gives the same. `none`: nothing is captured or injected and
+    facts are text, also with a model that is refused otherwise (docs/models.md)."""
     compile_injection: bool = True
     """Compile the rotation of the portable injection path with torch.compile where that works."""
     self_check: SelfCheck = "auto"

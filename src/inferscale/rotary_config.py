@@ -278,7 +278,8 @@ def _refuse_variant(params: Parameters) -> None:
 def _refusal(variant: str) -> NotRelocatable:
     return NotRelocatable(
         f"this model has {variant} rotary embeddings; its keys cannot be moved to another position. "
-        f"Supported are {SUPPORTED}. Serve this model without the InferScale connector."
+        f"Supported are {SUPPORTED}. Serve this model with its memory as text (--injection-path none), or "
+        "without the InferScale connector."
     )
 
 

@@ -180,22 +180,27 @@ def test_a_pass_in_parts_uses_the_prefix_cache(make_engine: Make, runner: str) -
 
 
 def test_a_chat_leaves_what_is_out_of_reach_as_text(make_engine: Make, runner: str) -> None:
-    """A conversation whose earlier turns are in the prefix cache: it is not computed anew for a capture."""
+    """A conversation whose earlier turns are in the prefix cache: only a pass is computed anew for them."""
     engine = make_engine(runner=runner, groups=(FULL, WINDOW), max_batched_tokens=256)
     engine.encode("e", OTHER, (0, 17))
     engine.run()
 
-    def turn(name: str, prompt: list[int]) -> None:
+    def turn(name: str, prompt: list[int], max_tokens: int) -> None:
         captures = (Span(key_of(LONG), 17, 117),)
-        engine.add(name, prompt, engine.plan(segments=(segment(OTHER),), captures=captures))
+        plan = engine.plan(segments=(segment(OTHER),), captures=captures)
+        engine.add(name, prompt, plan, max_tokens=max_tokens)
         engine.run()
 
     engine.chat("first", [*OTHER, *LONG, *QUESTION], OTHER)
     engine.run()
-    turn("second", [*OTHER, *LONG, *QUESTION, 5])
+    turn("second", [*OTHER, *LONG, *QUESTION, 5], 2)
     assert engine.outcomes["second"]["cached_tokens"] + engine.outcomes["second"]["injected_tokens"] == 112
     assert engine.side.counters.captures_out_of_reach == 1
     assert engine.outcomes["second"]["captured"] == 0
+    turn("a pass", [*OTHER, *LONG], 1)
+    assert engine.outcomes["a pass"]["captured"] == 1
+    assert engine.outcomes["a pass"]["injected_tokens"] == 0
+    assert "reason" not in engine.outcomes["a pass"]
     engine.check_idle()
 
 
@@ -256,7 +261,8 @@ def test_a_claim_without_blocks_is_failed(make_engine: Make, monkeypatch: pytest
     assert orders.failed_blocks
     assert 0 not in orders.failed_blocks
     assert engine.side.counters.internal_errors == 1
-    engine.in_flight.clear()
+    with pytest.raises(RuntimeError, match="multiple KV cache groups"):  # vLLM ends rather than answer
+        engine.report()
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -288,3 +294,38 @@ def test_random_work_with_windows(
     engine.run(2000)
     engine.check_idle()
     assert engine.side.counters.captures > 0
+
+
+def test_pieces_are_saved_below_the_pool_with_the_last_one(
+    make_engine: Make, runner: str, depth: int
+) -> None:
+    """Host memory has the whole segment, from its first token on, once its last piece is captured."""
+    engine = make_engine(
+        runner=runner,
+        depth=depth,
+        groups=(FULL, NARROW),
+        max_batched_tokens=40,
+        pool_pages=30,
+        host_size_bytes=2**18,
+    )
+    for name, text in (("e", LONG), ("others", list(range(500, 600)))):
+        engine.encode(name, [3, *text], (1, 101))
+        engine.run()
+    assert not engine.side.table.is_resident(key_of(LONG))
+    engine.chat("c", LONG + QUESTION, LONG)
+    engine.run()
+    assert engine.outcomes["c"]["injected_tokens"] == 100
+    assert engine.side.stats()["host_hits"] == 1
+    engine.check_idle()
+
+
+def test_files_tell_in_which_order_rows_hold_the_layers(make_engine: Make) -> None:
+    """With the hybrid manager on and off rows are of one size, but not the same."""
+    connector = make_engine(groups=(FULL, WINDOW), disk_dir="/tmp").connector
+    folders = set()
+    for layers in ((("a", "c"), ("b",)), (("a", "b"), ("c",))):
+        connector._cache = connector._cache._replace(layers=layers)
+        folders.add(connector._store("model", 0).folder)
+    connector._cache = connector._cache._replace(groups=(FULL,), layers=(("a", "b", "c"),))
+    folders.add(connector._store("model", 0).folder)
+    assert len(folders) == 3

@@ -111,6 +111,8 @@ def test_latent_attention_is_refused() -> None:
     ("config", "is_refused"),
     [
         ({"model_type": "qwen2"}, True),
+        ({"model_type": "phi"}, True),
+        ({"model_type": "phi3"}, False),
         ({"model_type": "llama", "attention_bias": True}, True),
         ({"model_type": "stablelm", "use_qkv_bias": True}, True),
         ({"model_type": "starcoder2", "use_bias": True}, True),

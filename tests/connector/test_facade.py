@@ -305,3 +305,26 @@ def test_settings_that_are_left_out_have_defaults() -> None:
 def test_a_pool_below_one_page_says_what_to_set(make_engine: Make) -> None:
     with pytest.raises(InvalidConfig, match=r"pool_size_bytes is 255; .* 256 bytes. Set .* at least 16384"):
         make_engine(pool_size_bytes=255)
+
+
+def test_without_injection_there_is_one_page_and_nothing_below(
+    make_engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a model keeps, it is not looked at."""
+    monkeypatch.setattr("inferscale.connector.compat.cache_shape", broken)
+    engine = make_engine(
+        injection_path="none",
+        pool_dtype="int8",
+        host_size_bytes=2**20,
+        disk_size_bytes=2**20,
+        disk_dir=str(tmp_path),
+    )
+    assert engine.side.table.num_pages == 1
+    assert engine.side.tiering is None
+    connector = engine.connector
+    connector.register_kv_caches({})
+    connector.start_load_kv(None)
+    connector.wait_for_save()
+    assert connector.get_block_ids_with_load_errors() == set()
+    assert connector.build_connector_worker_meta() is None
+    connector.update_state_after_alloc(None, None, 0)

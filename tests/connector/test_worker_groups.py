@@ -182,3 +182,14 @@ def test_the_fused_kernels_serve_a_slice_of_the_rows(pool_dtype: Any) -> None:
         portable.capture(FROM[number > 0])
         assert torch.equal(slab.data, captured)
         assert isinstance(part.caches, Caches)
+
+
+def test_memory_that_groups_share_counts_once() -> None:
+    """vLLM gives one allocation to a layer of each group."""
+    first = LAYOUTS["flash_03x"](BLOCKS, 4, HEADS, 6, torch.float32)
+    layers = [first, first._replace(name="layers.1.attn", group=1)]
+    config = ConnectorConfig(pool_size_bytes=2**14, page_size_tokens=4, compile_injection=False)
+    side = WorkerSide(config, layers, rotary_of(LOCAL, 6), BLOCKS, [4, 4], lambda: 2**40)
+    budget = side._describe(side.slab, 0)
+    assert budget.cache_bytes == first.cache.untyped_storage().nbytes()
+    assert budget.cache_tokens == BLOCKS * 4 // 2, "a token takes a slot in both"

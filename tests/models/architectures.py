@@ -213,6 +213,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "interleaved, partial",
         "Glm",
         {"head_dim": 32, "rope_parameters": _plain(partial_rotary_factor=0.5)},
+        tested_by_default=True,
     ),
     Architecture("OLMo", "OLMo 1", "plain", "Olmo"),
     Architecture("OLMo 2", "OLMo 2", "norm over all heads' keys", "Olmo2"),
@@ -278,9 +279,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
         "latent attention, DeepSeek YaRN",
         "DeepseekV2",
         {**_MLA, "q_lora_rank": None, "rope_parameters": _YARN},
-        None,
-        2048,
-        True,
     ),
     Architecture(
         "DeepSeek V3",
@@ -333,7 +331,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "num_experts_per_tok": 2,
             "sliding_window": 160,
             "num_hidden_layers": 4,
-            "rope_parameters": _YARN,
+            "rope_parameters": {**_YARN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
         },
     ),
     Architecture(
@@ -366,20 +364,8 @@ ARCHITECTURES: tuple[Architecture, ...] = (
     ),
     Architecture("GPT-2", "GPT-2", "learned positions", "GPT2", {"n_embd": 128, "n_layer": 2, "n_head": 4}),
     Architecture("OPT", "OPT", "learned positions", "OPT", {"ffn_dim": 256, "word_embed_proj_dim": 128}),
-    Architecture("BLOOM", "BLOOM", "ALiBi", "Bloom", {"n_layer": 2, "n_head": 4}),
     Architecture(
-        "Jamba",
-        "Jamba 1.5",
-        "state-space layers",
-        "Jamba",
-        {
-            "num_hidden_layers": 4,
-            "attn_layer_period": 4,
-            "attn_layer_offset": 2,
-            "num_experts": 2,
-            "mamba_d_state": 16,
-            "use_mamba_kernels": False,
-        },
+        "BLOOM", "BLOOM", "ALiBi", "Bloom", {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True}
     ),
     Architecture(
         "Granite 4 hybrid",
@@ -393,12 +379,5 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "mamba_d_head": 32,
             "mamba_d_state": 16,
         },
-    ),
-    Architecture(
-        "LFM2",
-        "LFM2",
-        "short convolutions",
-        "Lfm2",
-        {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32},
     ),
 )

@@ -58,7 +58,7 @@ def made_with() -> str:
 
 
 def run(chosen: Sequence[Architecture], folder: Path) -> tuple[dict[str, str], bool]:
-    """The lines, and whether every row is allowed. Says what it finds while it runs."""
+    """The lines of rows that are allowed, and whether all are. Says what it finds while it runs."""
     from model_checks import Row, check
 
     from harness.engine import EngineCache
@@ -74,7 +74,8 @@ def run(chosen: Sequence[Architecture], folder: Path) -> tuple[dict[str, str], b
                 row = Row(architecture, f"failed: {type(error).__name__}: {str(error)[-2000:]}")
             print(f"{architecture.name}: {row.result}" + (f" ({row.notes})" if row.notes else ""), flush=True)
             is_good = is_good and row.is_allowed
-            lines[architecture.name] = line_of(architecture, row.result)
+            if row.is_allowed:
+                lines[architecture.name] = line_of(architecture, row.result)
     finally:
         engines.close()
     return lines, is_good
@@ -93,14 +94,13 @@ def main() -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory(prefix="inferscale-matrix-") as folder:
         lines, is_good = run(chosen, Path(folder))
-    if not is_good:
-        print("Not written: some row is neither exact nor refused.", file=sys.stderr)
-        return 1
     if given.write:
         page = given.write.read_text(encoding="utf-8")
         kept = lines_in(page) if given.only else {}
         given.write.write_text(with_lines(page, {**kept, **lines}, made_with()), encoding="utf-8")
-    return 0
+    if not is_good:
+        print("Some row is neither exact nor refused; it is not in the table.", file=sys.stderr)
+    return int(not is_good)
 
 
 if __name__ == "__main__":

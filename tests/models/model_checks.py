@@ -8,6 +8,8 @@
   nothing.
 - Text after injection gives what it gave before: vLLM's prefix cache holds nothing injected.
 - The product's own self-check agrees.
+
+An architecture that is refused must answer as stock vLLM does where it is started without injection.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ _Part = _Stored | tuple[int, ...]
 
 
 def check(architecture: Architecture, checkpoint: Any, engines: EngineCache) -> Row:
-    """Starts the engine and makes the row. An architecture that is refused must run without us."""
+    """Starts the engine and makes the row. An architecture that is refused must run with memory as text."""
     options = {"max_model_len": architecture.max_model_len, "block_size": architecture.block_size}
     try:
         engine = engines(checkpoint, **options)
@@ -73,11 +75,26 @@ def check(architecture: Architecture, checkpoint: Any, engines: EngineCache) -> 
         reason = refusal_in(str(error))
         if reason is None:
             return Row(architecture, f"failed to start: {str(error).strip().splitlines()[-1]}")
-        stock = engines(checkpoint, **options, pool_tokens=0)
-        stock.ask((5, 6, 7))
+        check_text(checkpoint, options, engines)
         return Row(architecture, f"refused: {reason}")
     reference = ModelReference(checkpoint, architecture.max_model_len)
     return _Trial(architecture, engine, reference).row()
+
+
+def check_text(checkpoint: Any, options: dict[str, Any], engines: EngineCache) -> None:
+    """Started without injection, the engine answers as stock vLLM does."""
+    generator = random.Random(5)
+    ids = tuple(generator.randrange(5, VOCAB_SIZE) for _ in range(200))
+    stock = engines(checkpoint, **options, pool_tokens=0).ask(ids, max_tokens=_STEPS)
+    engine = engines(checkpoint, **options, injection_path="none")
+    memory = ids[:150]
+    key = engine.key((), memory)
+    engine.ask(memory, engine.plan("encode", captures=(Span(key, 0, len(memory)),)))
+    plan = engine.plan(segments=(Segment(key, memory, "fact"),))
+    answer = engine.ask(ids, plan, max_tokens=_STEPS)
+    assert answer.outcome is not None
+    assert answer.outcome["injected_tokens"] == 0, answer.outcome
+    assert np.array_equal(answer.logits, stock.logits), "text with the connector differs from text without"
 
 
 def refusal_in(told: str) -> str | None:

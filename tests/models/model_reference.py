@@ -49,6 +49,8 @@ class ModelReference:
             str(checkpoint), dtype=torch.float32, attn_implementation="eager"
         ).eval()
         _fix_longrope(self._model, max_tokens)
+        if self._model.config.model_type == "cohere2":
+            self._model.config.sliding_window += 1  # vLLM's count of a window has the token itself besides
 
     @torch.inference_mode()
     def logits(

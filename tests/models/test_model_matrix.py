@@ -10,7 +10,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, Architecture
 from matrix import BEGIN, END, line_of, lines_in, with_lines
-from model_checks import Row, check, refusal_in
+from model_checks import Row, check, check_text, refusal_in
 
 from harness.engine import EngineCache
 
@@ -38,6 +38,14 @@ def test_the_row_of_the_page_is_what_the_run_says(
     row = check(architecture, architecture.write(tmp_path), engines)
     assert row.is_allowed, (row.result, row.notes)
     assert line_of(architecture, row.result) == lines_in(PAGE.read_text(encoding="utf-8"))[architecture.name]
+
+
+@pytest.mark.engine
+def test_without_injection_the_engine_answers_as_stock_vllm_does(
+    engines: EngineCache, tmp_path: Path
+) -> None:
+    architecture = next(one for one in ARCHITECTURES if one.name == "Llama 3")
+    check_text(architecture.write(tmp_path), {}, engines)
 
 
 def test_every_architecture_has_a_row_that_is_allowed() -> None:

@@ -72,8 +72,10 @@ class Windowed:
         for ids in [self.text(num_tokens) for _ in range(4)]:
             answer = self.engine.ask(ids, max_tokens=STEPS)
             expected, whole = self.expected([ids], answer), [(*ids, *answer.token_ids[:-1])]
-            further = self.reference.logits(whole, STEPS, first_position=256)
-            largest = max(largest, apart(answer.logits, expected), apart(further, expected))
+            largest = max(largest, apart(answer.logits, expected))
+            for first_position in (256, 1024):
+                further = self.reference.logits(whole, STEPS, first_position=first_position)
+                largest = max(largest, apart(further, expected))
         return largest
 
 

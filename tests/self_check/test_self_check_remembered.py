@@ -68,6 +68,13 @@ def test_never_asks_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_without_injection_there_is_nothing_to_ask(tmp_path: Path) -> None:
+    engine = ToyEngine()
+    assert start(tmp_path, engine, "always", injection_path="none").state == "off"
+    assert not engine.log
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_was_not_carried_out_is_tried_again(tmp_path: Path) -> None:
     assert start(tmp_path, ToyEngine(loses=True)).state == "unknown"
     assert start(tmp_path, ToyEngine()).is_new

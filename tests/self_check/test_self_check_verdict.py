@@ -86,5 +86,10 @@ def test_what_a_verdict_says() -> None:
     assert str(Verdict("exact", **numbers)).endswith("0.8 s).")
     assert "found at an earlier start" in str(Verdict("exact", is_new=False, **numbers))
     assert str(passed_over("it rains")) == "Self-check: not carried out, since it rains. Facts are injected."
+    off = Verdict("off")
+    assert off.is_refusal
+    assert not off.is_lasting
+    assert off.refusal == "the engine was started without injection (--injection-path none)"
+    assert str(off).startswith("Injection is off (--injection-path none)")
     with pytest.raises(ValueError):
         Verdict("perhaps")  # type: ignore[arg-type]

@@ -178,7 +178,7 @@ def engine_options(command: F) -> F:
         click.option("--dtype", metavar="TYPE", help="Such as bfloat16. Default: the model's."),
         click.option(
             "--injection-path",
-            type=click.Choice(get_args(InjectionPath)),
+            type=click.Choice([path for path in get_args(InjectionPath) if path != "none"]),
             default="auto",
             show_default=True,
             help="How KV is moved; fused refuses to start where its kernels cannot run.",

@@ -34,6 +34,7 @@ from inferscale.config import (
     DEFAULT_POOL_BYTES,
     KV_FOLDER,
     ConnectorConfig,
+    InjectionPath,
     PoolDtype,
     SelfCheck,
     ServerConfig,
@@ -125,10 +126,11 @@ class Serve(click.Command):
 )
 @click.option(
     "--injection-path",
-    type=click.Choice(["auto", "fused", "portable"]),
+    type=click.Choice(get_args(InjectionPath)),
     default=ConnectorConfig.injection_path,
     show_default=True,
-    help="How KV is written: by kernels for CUDA GPUs, or by plain torch.",
+    help="How KV is written: by kernels for CUDA GPUs, or by plain torch. none: not at all; facts are text, "
+    "also with a model that is refused otherwise.",
 )
 @click.option(
     "--self-check",

@@ -106,8 +106,8 @@ class HistoryEvent:
 @dataclass(frozen=True, slots=True)
 class Stats:
     """`injectable` is None where the server cannot tell; `pending` facts are not encoded yet. `self_check`:
-    what the server's check at the start found, as `state` and `detail`; where the state is `refused`, nothing
-    is injected."""
+    what the server's check at the start found, as `state` and `detail`; where the state is `refused` or
+    `off`, nothing is injected."""
 
     facts: int
     injectable: int | None = None

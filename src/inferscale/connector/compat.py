@@ -101,6 +101,13 @@ def _group_of(spec: Any, block_size: int) -> CacheGroup:
     return group
 
 
+def no_cache(vllm_config: Any, kv_cache_config: Any) -> CacheShape:
+    """Where nothing is captured or injected: of any model, a stand-in."""
+    num_groups = len(kv_cache_config.kv_cache_groups)
+    groups, layers = (CacheGroup(1),) * num_groups, ((),) * num_groups
+    return CacheShape(kv_cache_config.num_blocks, groups, layers, RowShape(((1, 1),)), torch.float32)
+
+
 def refuse_unsupported(vllm_config: Any) -> None:
     """Refuse, by name, what injection is not right for."""
     parallel = vllm_config.parallel_config
@@ -184,9 +191,14 @@ def refuse_pool_dtype(vllm_config: Any, pool_dtype: PoolDtype) -> None:
     fraction leave them errors as large as what tells one token from another (docs/quality.md).
     """
     config = vllm_config.model_config.hf_text_config
-    has_bias = str(getattr(config, "model_type", "")).startswith("qwen2") or any(
-        getattr(config, name, False) is True
-        for name in ("attention_bias", "qkv_bias", "add_qkv_bias", "use_qkv_bias", "use_bias")
+    model_type = str(getattr(config, "model_type", ""))
+    has_bias = (
+        model_type.startswith("qwen2")
+        or model_type == "phi"
+        or any(
+            getattr(config, name, False) is True
+            for name in ("attention_bias", "qkv_bias", "add_qkv_bias", "use_qkv_bias", "use_bias")
+        )
     )
     if pool_dtype == "fp8" and has_bias:
         raise UnsupportedLayout(

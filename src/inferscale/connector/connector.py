@@ -13,6 +13,7 @@ Interface: vllm/distributed/kv_transfer/kv_connector/v1/base.py.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from inferscale.config import connector_config
+from inferscale.config import ConnectorConfig, connector_config
 from inferscale.connector import compat
 from inferscale.connector.disk_formats import remove_unused
 from inferscale.connector.loaded_rotary import model_rotary
@@ -48,6 +49,11 @@ from inferscale.runtime.residency import ResidencyServer
 from inferscale.runtime.secret import load_secret, open_runtime_dir
 
 logger = logging.getLogger(__name__)
+
+
+def _without_pool(config: ConnectorConfig) -> ConnectorConfig:
+    """With one page of the pool, which nothing enters, and nothing below."""
+    return replace(config, pool_size_bytes=1, pool_dtype="auto", host_size_bytes=0, disk_size_bytes=0)
 
 
 class StepMetadata(KVConnectorMetadata):
@@ -89,14 +95,20 @@ class InferScaleConnector(KVConnectorBase_V1, SupportsHMA):
         if warning is not None and role == KVConnectorRole.SCHEDULER:
             logger.warning("%s", warning)
         with recorded(self._runtime_dir):
+            if self._is_off:
+                self.config = _without_pool(self.config)
             compat.refuse_pool_dtype(vllm_config, self.config.pool_dtype)
-            self._cache = compat.cache_shape(vllm_config, kv_cache_config)
+            self._cache = (compat.no_cache if self._is_off else compat.cache_shape)(
+                vllm_config, kv_cache_config
+            )
             self._format = RowFormat(self._cache.token, self._cache.dtype, self.config.pool_dtype)
             if role == KVConnectorRole.SCHEDULER:
                 self._start_scheduler()
 
     def _start_scheduler(self) -> None:
         pages = num_pages(self.config.size_bytes, self.config.page_size_tokens, self._format.row_bytes)
+        if self._is_off:
+            pages = 1
         if pages == 0:
             page = self.config.page_size_tokens * self._format.row_bytes
             raise InvalidConfig(
@@ -127,6 +139,11 @@ class InferScaleConnector(KVConnectorBase_V1, SupportsHMA):
         self._server = ResidencyServer(self._runtime_dir, self.scheduler.answer)
 
     @property
+    def _is_off(self) -> bool:
+        """Whether nothing is captured or injected: there is no worker side, and no page to speak of."""
+        return self.config.injection_path == "none"
+
+    @property
     def _num_ranks(self) -> int:
         return int(self._vllm_config.parallel_config.tensor_parallel_size)
 
@@ -154,6 +171,8 @@ class InferScaleConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self.scheduler is not None
+        if self._is_off:  # blocks that nobody knows are captured by nobody
+            return
         try:
             self.scheduler.claim(request, blocks, num_external_tokens)
         except Exception:  # noqa: BLE001 — an exception here would end the engine
@@ -239,6 +258,8 @@ class InferScaleConnector(KVConnectorBase_V1, SupportsHMA):
     # worker side ------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        if self._is_off:
+            return
         with recorded(self._runtime_dir):
             self._start_worker(kv_caches)
 
@@ -268,6 +289,8 @@ class InferScaleConnector(KVConnectorBase_V1, SupportsHMA):
         return store
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        if self._is_off:
+            return
         assert self.worker is not None
         self.worker.before_forward(self._orders())
 
@@ -280,6 +303,8 @@ class InferScaleConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing to do: capture happens once, after the forward pass."""
 
     def wait_for_save(self) -> None:
+        if self._is_off:
+            return
         assert self.worker is not None
         self.worker.after_forward(self._orders())
 

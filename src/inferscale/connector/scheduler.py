@@ -105,11 +105,15 @@ class SchedulerSide:
         if self._is_stale(state.plan):  # forgotten since it was admitted: before a resume, or while it waited
             state.reason = STALE
             return 0
-        if self._captures.is_out_of_reach(state, num_computed) and not state.plan.segments:
-            # An encode pass whose KV the prefix cache has, but gives it the end of: it is computed anew.
+        if state.computes_all:
+            return 0
+        # The prefix cache has a pass that is encoded again, but gives it the end only: it is computed anew.
+        is_pass = getattr(request, "max_tokens", None) == 1
+        if is_pass and self._captures.is_out_of_reach(state, num_computed):
+            state.computes_all = True
             self._to_compute.append(request)
             return None
-        if getattr(request, "skip_reading_prefix_cache", False) and state.plan.segments:
+        if getattr(request, "skip_reading_prefix_cache", False):
             state.reason = "prompt log-probabilities need every prompt token computed"
             return 0
         if self._waits(state, num_computed):

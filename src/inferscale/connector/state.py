@@ -27,7 +27,8 @@ class RequestState:
     often vLLM allocated for it; above 1 where it was preempted and resumed. injected: spans of the prompt
     that hold injected KV since the last claim. wait: for segments from lower tiers; has_waited: once is
     enough. block_ids: of each KV cache group, those given back meanwhile included. captured: spans that are
-    ordered whole, or given up; pieces: those that are ordered in part.
+    ordered whole, or given up; pieces: those that are ordered in part. computes_all: it reads no prefix cache
+    and injects nothing, to capture all of its spans.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class RequestState:
     answer: dict[str, Any] | None = None
     reason: str | None = None
     can_capture: bool = True
+    computes_all: bool = False
     wait: Wait | None = None
     has_waited: bool = False
 

@@ -148,7 +148,8 @@ class WorkerSide:
 
     def _describe(self, slab: Slab, free_bytes: int) -> MemoryBudget:
         """How this worker's memory is divided. What torch holds besides caches and pool is the model."""
-        cache_bytes = sum(layer.cache.numel() * layer.cache.element_size() for layer in self.layers)
+        storages = [layer.cache.untyped_storage() for layer in self.layers]  # which groups share
+        cache_bytes = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
         pool_bytes = slab.data.nbytes
         is_cuda = self.device.type == "cuda"
         held_bytes = torch.cuda.memory_allocated(self.device) if is_cuda else 0
@@ -156,7 +157,7 @@ class WorkerSide:
             device=str(self.device),
             model_bytes=held_bytes - cache_bytes - pool_bytes if is_cuda else None,
             cache_bytes=cache_bytes,
-            cache_tokens=self._cache_tokens,
+            cache_tokens=self._cache_tokens // len(self.block_sizes),
             pool_bytes=pool_bytes,
             pool_tokens=len(slab.data),
             page_size_tokens=slab.page_size_tokens,

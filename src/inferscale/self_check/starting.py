@@ -18,6 +18,8 @@ def at_start(
     setting: SelfCheck, subject: Subject, folder: Path, conditions: Mapping[str, Any]
 ) -> Generator[list[Probe], list[Seen], Verdict]:
     """As `conduct`, with the verdict of an earlier start where the setting is `auto`. folder: of the data."""
+    if conditions.get("injection_path") == "none":
+        return Verdict("off")
     if setting == "never":
         return passed_over("self_check is 'never'")
     key = key_of(conditions)

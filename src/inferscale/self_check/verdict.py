@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Literal, NamedTuple, get_args
 
-State = Literal["exact", "insensitive", "refused", "unknown"]
+State = Literal["exact", "insensitive", "refused", "off", "unknown"]
 
 COMPARED = 10
 """Most likely tokens behind text, whose log-probabilities are compared."""
@@ -38,8 +38,9 @@ class Distances(NamedTuple):
 @dataclass(frozen=True)
 class Verdict:
     """exact: moved KV says what text says. insensitive: so it seems, but a wrong turn would not be seen.
-    refused: it does not; nothing may be injected. `why`: a second round could not make sure of it. unknown:
-    the check was not carried out, `why` says it; nothing is known against the model.
+    refused: it does not; nothing may be injected. `why`: a second round could not make sure of it. off: the
+    engine was started without injection. unknown: the check was not carried out, `why` says it; nothing is
+    known against the model.
 
     Distances in nats, as of `Distances`; allowed: of `moved`. is_new: found at this start, not remembered.
     """
@@ -60,24 +61,32 @@ class Verdict:
 
     @property
     def is_refusal(self) -> bool:
-        return self.state == "refused"
+        """Whether nothing may be injected."""
+        return self.state in ("refused", "off")
 
     @property
     def is_lasting(self) -> bool:
         """Whether the next start need not look again."""
-        return self.state != "unknown"
+        return self.state not in ("off", "unknown")
 
     @property
     def refusal(self) -> str | None:
         """Why nothing is injected, for the outcome of a request; None where it may be."""
         if not self.is_refusal:
             return None
+        if self.state == "off":
+            return "the engine was started without injection (--injection-path none)"
         return "the self-check refused injection: for this model moved KV does not say what text says"
 
     def __str__(self) -> str:
         """A line for who started the engine."""
         if self.state == "unknown":
             return f"Self-check: not carried out, since {self.why}. Facts are injected."
+        if self.state == "off":
+            return (
+                "Injection is off (--injection-path none): facts are prefilled as text, which is exact, and "
+                "nothing is encoded."
+            )
         far = f"{self.moved:.2g} nats from text; allowed {self.allowed:.2g}, turned wrongly {self.wrong:.2g}"
         when = f"{self.seconds:.1f} s" if self.is_new else "found at an earlier start"
         if self.state == "exact":

@@ -244,8 +244,8 @@ class Warming(BaseModel):
 
 
 class SelfCheck(BaseModel):
-    """What the check at the start found of moving KV in this model; where it is `refused`, nothing is
-    injected."""
+    """What the check at the start found of moving KV in this model; where it is `refused` or
+    `off`, nothing is injected."""
 
     state: State
     detail: str

@@ -74,6 +74,7 @@ class EngineHost:
                     "pool_dtype": options.pool_dtype,
                     "tier_wait": "always",
                     "compile_injection": options.compile_injection,
+                    "injection_path": options.injection_path,
                     "host_size_bytes": options.host_tokens * _token_bytes(options.checkpoint),
                     "disk_size_bytes": "1GiB" if options.disk else 0,
                     "disk_dir": options.disk,

@@ -38,6 +38,7 @@ class EngineOptions:
     disk: str | None = None
     key_file: str | None = None
     compile_injection: bool = False
+    injection_path: str = "auto"
     num_threads: int = 1
     environment: tuple[tuple[str, str], ...] = ()
     engine_args: str = "{}"

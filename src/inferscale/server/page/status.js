@@ -4,6 +4,11 @@ import { byId, counted, number } from "./dom.js";
 import { report, say } from "./notices.js";
 
 const INTERVAL_MS = 3000;
+/** Why nothing can be injected, by what the check at the start found. */
+const REFUSALS = {
+  refused: "The server's self-check refused injection for this model.",
+  off: "The server was started without injection.",
+};
 const TIMEOUT_MS = 10000;
 const NUMBERS = ["facts", "injectable", "pending", "pool"];
 
@@ -16,7 +21,7 @@ export class StatusLine extends EventTarget {
   #round = 0;
   #wasDown = false;
   #mayNotSwitch = false;
-  #isRefused = false;
+  #refusal = "";
 
   constructor(api, scope, key) {
     super();
@@ -52,7 +57,7 @@ export class StatusLine extends EventTarget {
     byId("stat-pool").textContent = poolUse(stats.pool ?? {});
     // Without a scope the server does not count what is injectable.
     byId("warm").hidden = !(stats.injection && typeof stats.injectable === "number" && stats.injectable < stats.facts);
-    this.#isRefused = stats.self_check?.state === "refused";
+    this.#refusal = REFUSALS[stats.self_check?.state] ?? "";
     this.#showInjection(stats.injection);
     this.#isUp();
     this.dispatchEvent(Object.assign(new Event("stats"), { stats }));
@@ -93,9 +98,9 @@ export class StatusLine extends EventTarget {
     const button = byId("injection");
     button.setAttribute("aria-checked", String(isOn));
     byId("injection-state").textContent = isOn ? "on" : "off";
-    button.disabled = this.#mayNotSwitch || this.#isRefused;
+    button.disabled = this.#mayNotSwitch || this.#refusal !== "";
     let note = this.#mayNotSwitch ? "This key may not switch injection." : "";
-    if (this.#isRefused) note = "The server's self-check refused injection for this model.";
+    if (this.#refusal) note = this.#refusal;
     byId("injection-note").textContent = note;
   }
 
