@@ -11,13 +11,16 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import psycopg
 
+Replicas = Callable[..., Any]
+"""Makes a catalog on a database that all of its catalogs share."""
 MISSING = "no PostgreSQL server is installed (Debian: apt-get install postgresql)"
 
 
