@@ -41,6 +41,7 @@ from inferscale.config import (
 )
 from inferscale.encryption import check_installed
 from inferscale.fact_order import FactOrder
+from inferscale.pool.places import open_place
 from inferscale.runtime.folder_lock import remove_stale_runtime_dirs
 from inferscale.tail import Tail
 
@@ -98,6 +99,12 @@ class _Serve(click.Command):
     callback=read_tier_size,
     help="The same on disk, in the folder kv of the data folder; it is there after a restart with the same "
     "model, --pool-dtype, --tensor-parallel-size and encryption key. A start with another removes it.",
+)
+@click.option(
+    "--cold",
+    metavar="LOCATION",
+    help="Where servers that share a --catalog share copies of the facts' KV too: a folder that all mount, "
+    "or a URL such as s3://bucket/prefix. What one has encoded the others load from there.",
 )
 @click.option(
     "--window",
@@ -191,6 +198,7 @@ def serve(
     pool_dtype: PoolDtype,
     host_size: int,
     disk_size: int,
+    cold: str | None,
     window: int,
     stride: int,
     mixed: int,
@@ -233,6 +241,7 @@ def serve(
             host_size_bytes=host_size,
             disk_size_bytes=disk_size,
             disk_dir=str((data_dir or default_data_dir()).absolute() / KV_FOLDER) if disk_size else None,
+            cold_location=_located(cold),
             encryption_key_file=None if key_file is None else str(key_file.absolute()),
             injection_path=injection_path,
             self_check=self_check,
@@ -303,6 +312,15 @@ def _check_free(host: str, port: int) -> None:
             ) from error
         except (OverflowError, UnicodeError):
             return
+
+
+def _located(cold: str | None) -> str | None:
+    """A folder by its whole path. Refused here where it cannot be used, not after the model was loaded."""
+    if cold is None:
+        return None
+    located = cold if "://" in cold else str(Path(cold).absolute())
+    open_place(located)
+    return located
 
 
 def _absolute(embedder: str | None) -> str | None:

@@ -78,7 +78,7 @@ class Captures:
                     start += span.misplaced_blocks * self._block_size
                     block_ids = [0] * span.misplaced_blocks + block_ids
                 if self._tiering is not None and span.part != 1:
-                    self._tiering.save(entry, start, state.plan.scope)
+                    self._tiering.save(entry, start, state.plan.scope, shared=span.shared)
                 (second if span.part == 2 else whole).add(entry.packed_rows, start, block_ids)
         return whole.build(), second.build()
 

@@ -26,6 +26,7 @@ from inferscale.pool.disk import DiskStore
 from inferscale.pool.lower import LowerTiers
 from inferscale.pool.moves import Moves
 from inferscale.pool.row_format import RowFormat
+from inferscale.pool.shared_store import SharedStore
 from inferscale.pool.slab import Slab, num_pages
 from inferscale.rope import Rotary
 from inferscale.row_size import RowShape
@@ -50,6 +51,7 @@ class WorkerSide:
         block_size: int,
         free_bytes: Callable[[], int],
         disk: DiskStore | None = None,
+        cold: SharedStore | None = None,
     ) -> None:
         self.config = config
         self.layers = layers
@@ -73,8 +75,8 @@ class WorkerSide:
             compile=config.compile_injection,
         )
         self.averager = Averager(self.slab, caches, rotary, block_size, self.mover)
-        has_tiers = disk is not None or config.host_bytes > 0
-        self.lower = LowerTiers(self.slab, disk, self.mover.note_origins) if has_tiers else None
+        has_tiers = disk is not None or cold is not None or config.host_bytes > 0
+        self.lower = LowerTiers(self.slab, disk, self.mover.note_origins, cold) if has_tiers else None
 
     def _probe(self, num_blocks: int) -> list[BlockLayout]:
         """Probe each distinct kind of cache once, then verify it on every layer."""

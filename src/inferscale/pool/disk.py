@@ -3,8 +3,8 @@
     FOLDER/FORMAT/rank-R/ab/abcdef…      FORMAT names model, sizes and version: nothing else fits
 
 A file is written under another name and renamed, so a process that is killed leaves no half segment. What
-does not agree with its checksum, its name or the sizes (`pool/segment_file`) is removed and counts as missing. The folder and
-all files are for their owner only. Knows bytes only, neither torch nor what they mean.
+does not agree with its checksum, its name or the sizes (`pool/segment_file`) is removed and counts as
+missing. The folder and all files are for their owner only. Knows neither torch nor what the bytes mean.
 """
 
 from __future__ import annotations

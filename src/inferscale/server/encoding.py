@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from functools import partial
 
 from inferscale.chat_plan import Residents, digest_of
@@ -91,6 +91,10 @@ class Encoding:
     def strays(self) -> list[str]:
         """Keys on disk that no fact has. In a thread. Raises EngineError."""
         return self._jobs.strays()
+
+    def shared_strays(self) -> Iterator[list[str]]:
+        """The same of the KV that servers share, in parts."""
+        return self._jobs.shared_strays()
 
     def forget_turns(self, scopes: Iterable[Scope]) -> list[str]:
         """Keys of the turns of these scopes, whose KV is to be forgotten; what waits of them does not run."""
