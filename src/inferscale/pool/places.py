@@ -82,7 +82,7 @@ class FolderPlace:
 
     def put(self, path: str, header: bytes, content: memoryview) -> None:
         target = self._root / path
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._make(target.parent)
         with self._lock:
             self._num_drafts += 1
             draft = target.parent / f"{_DRAFT}{self._host}-{self._num_drafts}"
@@ -96,6 +96,13 @@ class FolderPlace:
             with suppress(OSError):
                 draft.unlink()
             raise
+
+    def _make(self, folder: Path) -> None:
+        """With those above it, for their owner only."""
+        if not folder.is_dir():
+            if folder != self._root:
+                self._make(folder.parent)
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def get(self, path: str) -> bytearray | None:
         try:
