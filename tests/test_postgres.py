@@ -11,14 +11,15 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psycopg
 import pytest
 
-from fakes import ANA, WordEmbedder, add, open_memory
-from inferscale.catalog import Catalog, migrations
+from fakes import ANA, DIM, WordEmbedder, add, open_memory
+from inferscale.catalog import Catalog, StoredFact, migrations
 from inferscale.catalog.opening import open_database
 from inferscale.catalog.postgres import schema
 from inferscale.catalog.postgres.dialect import translated
@@ -112,6 +113,14 @@ def test_ids_longer_than_an_index_row_are_found(replica: Replicas) -> None:
     assert other.facts(scope) == [fact]
     assert other.count(Scope(user_id=longest)) == 2
     assert other.delete(fact.id).epochs
+    imported = [StoredFact(replace(fact, id=longest)), StoredFact(replace(fact, id=longest[::-1]))]
+    vectors = np.zeros((2, DIM), dtype=np.float32)
+    assert one.import_facts(imported, vectors).num_added == 2
+    assert other.import_facts(imported, vectors).num_skipped == 2
+    one.retire(longest, longest[::-1])
+    assert [past.fact.id for past in other.past_facts(scope, 9)] == [longest]
+    with pytest.raises(CatalogError, match="conflicting key value"):
+        twice(one)
 
 
 def test_scopes_are_told_apart_however_their_ids_are_split(replica: Replicas) -> None:
@@ -121,6 +130,15 @@ def test_scopes_are_told_apart_however_their_ids_are_split(replica: Replicas) ->
         add(catalog, scope, scope.describe())
     assert catalog.count_scopes() == len(scopes)
     assert [fact.text for scope in scopes for fact in catalog.facts(scope)][:1] == [scopes[0].describe()]
+
+
+def twice(catalog: Catalog) -> None:
+    """Store a fact under an id that another has."""
+    with catalog._database.write() as connection:
+        connection.execute(
+            "INSERT INTO facts (id, scope, text, created_at, metadata) "
+            "SELECT id, scope, text, created_at, metadata FROM facts"
+        )
 
 
 # --- sessions ------------------------------------------------------------------------------------
