@@ -340,7 +340,7 @@ def test_a_dry_run_prints_the_command_for_a_shell(monkeypatch: pytest.MonkeyPatc
     result = run(
         *("org/model", "--port", "1", "--window=5", "-tp", "1", "--keys-file", "keys.json", "--user-field"),
         *("--data-dir", "data", "--pool-size", "64MiB", "--top-k", "7", "--stride", "3", "--print-command"),
-        *("--mixed", "0"),
+        *("--mixed", "0", "--neighbours", "3"),
         *("--tail", "300 tokens,5", "--self-check", "always", "--order", "session"),
         *("--injection-path", "portable", "--embedder", "static", "--embedder-device", "cpu"),
         *("--chat-template", "a b", "--", "--seed", "0"),
@@ -361,6 +361,7 @@ def test_a_dry_run_prints_the_command_for_a_shell(monkeypatch: pytest.MonkeyPatc
             "window": 5,
             "stride": 3,
             "mixed": 0,
+            "neighbours": 3,
             "top_k": 7,
             "tail": "5,300t",
             "order": "session",

@@ -117,6 +117,15 @@ def test_encoding_bounds() -> None:
     assert ServerConfig(mixed=8).encoding == EncodingConfig(20, 20, 8)
 
 
+def test_neighbours_are_1_to_64() -> None:
+    for wrong in (0, 65):
+        with pytest.raises(InvalidConfig, match=rf"neighbours is {wrong}; allowed are 1 to 64\."):
+            EncodingConfig(neighbours=wrong)
+        with pytest.raises(InvalidConfig, match=rf"server\.neighbours is {wrong}"):
+            ServerConfig(neighbours=wrong)
+    assert ServerConfig(neighbours=3).encoding == EncodingConfig(20, 20, 60, 3)
+
+
 def test_unknown_settings_are_named_with_the_known_ones() -> None:
     with pytest.raises(InvalidConfig) as caught:
         from_mapping(

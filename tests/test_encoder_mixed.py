@@ -107,6 +107,27 @@ def test_many_facts_are_encoded_in_both_directions(
     assert encoder.new_jobs(ANA) == []
 
 
+def test_neighbours_stay_together_in_both_directions(catalog: Catalog, prompts: PromptBuilder) -> None:
+    encoder = Encoder(catalog, prompts, "m", WindowPolicy(2, 2, 8, 2), 4000)
+    facts = say(catalog, ANA, 7)
+    said = {fact.id: fact.seq for fact in facts}
+    first, second = encoder.new_jobs(ANA)
+    pairs = [tuple(said[fact_id] for fact_id in first.fact_ids[i : i + 2]) for i in range(0, 7, 2)]
+    assert sorted(pairs) == [(1, 2), (3, 4), (5, 6), (7,)]
+    assert pairs[-1] == (7,), "a whole pair stands where its other direction begins"
+    by_key = dict(zip([span.key for span in first.captures[1:]], first.fact_ids, strict=True))
+    order = [said[by_key[span.key]] for span in second.captures[1:]]
+    assert order == [seq for pair in reversed(pairs) for seq in pair]
+    catalog.passes.mark_done(encoder.encodings_of, list(keys_of([first, second])))
+    again = encoder.rebuild_jobs([facts[3].id])
+    assert [(job.token_ids, job.captures) for job in again] == [
+        (job.token_ids, job.captures) for job in (first, second)
+    ]
+    # What was recorded counts, whatever is set now.
+    other = Encoder(catalog, prompts, "m", WindowPolicy(2, 2, 8, 3), 4000)
+    assert [job.token_ids for job in other.rebuild_jobs([facts[3].id])] == [first.token_ids, second.token_ids]
+
+
 def test_stored_facts_are_counted_once(catalog: Catalog, prompts: PromptBuilder, encoder: Encoder) -> None:
     facts = say(catalog, ANA, 6)
     first, second = encoder.new_jobs(ANA)

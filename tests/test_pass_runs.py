@@ -32,6 +32,14 @@ def test_two_directions_capture_the_same_keys_in_parts() -> None:
     )
 
 
+def test_neighbours_keep_their_order_in_the_second_direction() -> None:
+    first, second = pass_runs("owner", ANCHOR, ITEMS, directions=2, neighbours=2)
+    assert first.token_ids == (1, 2, 3, 4, 5, 6, 7, 8)
+    assert second.token_ids == (1, 2, 7, 8, 3, 4, 5, 6)
+    assert {span.key for span in first.captures} == {span.key for span in second.captures}
+    assert {span.key for span in first.captures[:2]}.isdisjoint(keys_of(*ITEMS))
+
+
 def keys_of(*items: tuple[int, ...], directions: int = 2, owner: str = "owner") -> list[str]:
     return [span.key for span in pass_runs(owner, ANCHOR, items, directions=directions)[0].captures]
 

@@ -35,7 +35,7 @@ def test_a_pass_is_recorded_and_read_back(catalog: Catalog) -> None:
     assert catalog.passes.encodings("other model", facts) == {}
     [(id, recorded)] = catalog.passes.by_ids([pass_id, 10**9]).items()
     assert id == pass_id
-    assert recorded == (pass_id, "m", ANA, tuple(facts), 2, {facts[2]: "k2", facts[3]: "k3"}, 1)
+    assert recorded == (pass_id, "m", ANA, tuple(facts), 2, {facts[2]: "k2", facts[3]: "k3"}, 1, 1)
     assert ids(catalog.unencoded("m", ANA)) == facts[:2]
     assert ids(catalog.unencoded("other model", ANA)) == facts
     assert catalog.passes.attended_to("k2") == facts[:3]

@@ -28,6 +28,10 @@ from inferscale.tail import NO_TAIL, Tail
         ("5,10%", Tail(5, share=0.1), "5,10%"),
         ("300t, 7%, 5", Tail(5, 300, 0.07), "5,7%,300t"),
         ("5,3,20%,10%", Tail(3, share=0.1), "3,10%"),
+        ("6,12%,min256t", Tail(6, share=0.12, floor=256), "6,12%,min256t"),
+        ("min 9 tokens, 5, min8t", Tail(5, floor=9), "5,min9t"),
+        ("5,min0t", Tail(5), "5"),
+        ("0,min256t", NO_TAIL, "0"),
         (Tail(5), Tail(5), "5"),
         (0, NO_TAIL, "0"),
         ("0%", NO_TAIL, "0"),
@@ -45,16 +49,29 @@ def test_read_and_written(given: Any, tail: Tail, written: str) -> None:
 @pytest.mark.parametrize(
     "value",
     [-1, 10**9 + 10**9, True, 1.0, None, [], {}, "", "x", "5,", ",5", "-5", "101%", "1.23456%", "1.5",
-     "5 facts", "t", "%", "٣", "5;10%", "1e3", "9" * 5000, float("nan")],
+     "min256t", "5,min256", "5,min10%", "5 facts", "t", "%", "٣", "5;10%", "1e3", "9" * 5000, float("nan")],
 )  # fmt: skip
 def test_what_is_no_tail(value: Any) -> None:
     with pytest.raises(InvalidInput, match=r"memory.tail is .*; allowed are .* such as '6,12%'") as caught:
         Tail.parse(value, "memory.tail")
-    assert len(str(caught.value)) < 400
+    assert len(str(caught.value)) < 420
 
 
 @pytest.mark.parametrize(
-    "limits", [(), (-1,), (True,), (1.5,), (None, 2.0), (None, -1), (None, None, 1.1), (None, None, -0.1)]
+    "limits",
+    [
+        (),
+        (-1,),
+        (True,),
+        (1.5,),
+        (None, 2.0),
+        (None, -1),
+        (None, None, 1.1),
+        (None, None, -0.1),
+        (1, None, None, -1),
+        (1, None, None, True),
+        (None, None, None, 5),
+    ],
 )
 def test_limits_that_cannot_be(limits: Any) -> None:
     with pytest.raises(InvalidInput, match="a tail has facts="):
@@ -76,6 +93,12 @@ def test_limits_that_cannot_be(limits: Any) -> None:
         ("30t", [10] * 9, 3),
         ("30t", [40, 10, 10], 1),
         ("30t", [20, 20, 1], 1),
+        ("5,10%,min45t", [10] * 9, 4),
+        ("5,10%,min45t", [10] * 100, 5),
+        ("2,min100t", [10] * 9, 9),
+        ("2,min5t", [10] * 9, 2),
+        ("2,min5t", [], 0),
+        ("0,min50t", [10] * 9, 0),
         ("5,10%", [10] * 30, 3),
         ("5,10%", [10] * 100, 5),
         ("5,10%,20t", [10] * 100, 2),

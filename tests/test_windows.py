@@ -14,8 +14,10 @@ from inferscale.windows import (
     EncodePass,
     ItemSpan,
     WindowPolicy,
+    aligned,
     alone,
     attended,
+    backwards,
     cost,
     mixed_groups,
     parse_policy,
@@ -200,7 +202,8 @@ def test_spans_at_odd_lengths() -> None:
         ("sliding(20,20)", WindowPolicy(20, 20)),
         (" sliding( 8 , 4 ) ", WindowPolicy(8, 4)),
         ("mixed(60)", WindowPolicy(20, 20, 60)),
-        ("mixed( 4, 0, 1)", WindowPolicy(0, 1, 4)),
+        ("mixed(60, 2)", WindowPolicy(20, 20, 60, 2)),
+        ("mixed( 4,1, 0, 1)", WindowPolicy(0, 1, 4)),
     ],
 )
 def test_policies_are_read_and_written(text: str, policy: WindowPolicy) -> None:
@@ -213,7 +216,16 @@ def test_policies_are_read_and_written(text: str, policy: WindowPolicy) -> None:
     "text",
     [
         *("", "alone()", "alone(1)", "window", "window()", "window(-1)", "window(1,2)", "sliding(20)"),
-        *("mixed", "mixed()", "mixed(0)", "mixed(60,20)", "mixed(60,20,20,1)", "mixed(60,20,0)"),
+        *(
+            "mixed",
+            "mixed()",
+            "mixed(0)",
+            "mixed(60,0)",
+            "mixed(60,65)",
+            "mixed(60,2,20)",
+            "mixed(60,2,20,0)",
+            "mixed(60,2,20,1,1)",
+        ),
         *("sliding(2,)", "sliding(20,0)", "sliding(1 2,3)", "sliding(²,1)", "rolling(2,2)", "sliding(20,20"),
     ],
 )
@@ -243,6 +255,51 @@ def test_the_order_of_a_mixed_group_depends_on_the_names_alone() -> None:
     assert sum(steps) / len(steps) > 15, "neighbours stand far apart: 20 on average by chance"
     [again] = mixed_groups(names[::-1], 60)
     assert [names[::-1][item] for item in again] == [names[item] for item in group]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 400), st.integers(4, 100), st.integers(2, 5))
+def test_neighbours_stay_together_in_a_mixed_group(num: int, size: int, neighbours: int) -> None:
+    groups = mixed_groups([f"fact {number}" for number in range(num)], size, neighbours)
+    assert sorted(item for group in groups for item in group) == list(range(num))
+    lengths = [len(group) for group in groups]
+    assert max(lengths, default=0) - min(lengths, default=0) < 2 * neighbours
+    short = 0
+    for group in groups:
+        for start in range(0, len(group), neighbours):
+            chunk = group[start : start + neighbours]
+            assert list(chunk) == list(range(chunk[0], chunk[0] + len(chunk)))
+            assert chunk[0] % neighbours == 0
+            short += len(chunk) < neighbours
+            assert len(chunk) == neighbours or start + neighbours >= len(group), "shorter ones stand last"
+    assert short == (num % neighbours > 0)
+
+
+def test_chunks_of_neighbours_are_as_good_as_in_random_order() -> None:
+    [group] = mixed_groups([f"fact {number}" for number in range(60)], 60, 2)
+    steps = [abs(b - a) for a, b in pairwise(group[::2])]
+    assert sum(steps) / len(steps) > 15
+
+
+def test_the_other_direction_keeps_neighbours_in_their_order() -> None:
+    assert backwards("abcdefg", 2) == tuple("gefcdab")
+    assert backwards("abcdef", 3) == tuple("defabc")
+    assert backwards("abc", 1) == tuple("cba")
+    assert backwards("", 2) == ()
+
+
+def test_shorter_chunks_stand_behind_whole_ones() -> None:
+    assert aligned(["a", "bc", "d", "ef", ""]) == tuple("bcefad")
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=80), st.integers(50, 300), st.integers(1, 4))
+def test_a_part_of_a_group_begins_with_a_chunk(lengths: list[int], room: int, neighbours: int) -> None:
+    parts = split_group(lengths, room, neighbours)
+    assert [item for part in parts for item in part] == list(range(len(lengths)))
+    assert all(sum(lengths[item] for item in part) <= room for part in parts)
+    if neighbours * max(lengths, default=0) <= room:
+        assert all(part.start % neighbours == 0 for part in parts)
 
 
 def test_the_same_text_said_often_is_spread() -> None:

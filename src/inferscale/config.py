@@ -34,6 +34,7 @@ DEFAULT_TAIL = "6,12%"
 DEFAULT_ORDER: FactOrder = "best-last"
 MIN_MIXED, MAX_MIXED = 4, 512
 """Facts of a mixed pass (`EncodingConfig.mixed`)."""
+MAX_NEIGHBOURS = 64
 KV_FOLDER = "kv"
 """Of a data folder: copies of KV on disk."""
 MAX_BYTES = 2**60
@@ -247,11 +248,14 @@ class EncodingConfig:
     mixed: int = 60
     """About so many facts of a scope are encoded together, in both directions and in an order of no meaning,
     once there are so many (`windows`); `window` and `stride` are for fewer. 0: they are for all."""
+    neighbours: int = 1
+    """Facts of a mixed pass that were said one after the other and stay together in it."""
 
     def __post_init__(self) -> None:
         _check_int(self.window, "window", 0)
         _check_int(self.stride, "stride", 1)
         _check_mixed(self.mixed, "mixed")
+        _check_int(self.neighbours, "neighbours", 1, MAX_NEIGHBOURS)
 
 
 @dataclass(frozen=True)
@@ -363,6 +367,7 @@ class ServerConfig:
     window: int = 20
     stride: int = 20
     mixed: int = 60
+    neighbours: int = 1
     """As in `EncodingConfig`."""
     top_k: int = 50
     """Facts of a chat that does not say how many."""
@@ -404,6 +409,7 @@ class ServerConfig:
         _check_int(self.window, "server.window", 0)
         _check_int(self.stride, "server.stride", 1)
         _check_mixed(self.mixed, "server.mixed")
+        _check_int(self.neighbours, "server.neighbours", 1, MAX_NEIGHBOURS)
         _check_int(self.top_k, "server.top_k", 0)
         try:
             Tail.parse(self.tail, "server.tail")
@@ -440,7 +446,7 @@ class ServerConfig:
 
     @property
     def encoding(self) -> EncodingConfig:
-        return EncodingConfig(self.window, self.stride, self.mixed)
+        return EncodingConfig(self.window, self.stride, self.mixed, self.neighbours)
 
 
 def read_tenants(path: str | None) -> dict[str, str]:

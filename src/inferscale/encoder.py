@@ -36,6 +36,7 @@ from inferscale.plan import Plan, Segment, Span, scope_digest, segment_key
 from inferscale.prompt import PromptBuilder
 from inferscale.windows import (
     WindowPolicy,
+    aligned,
     mixed_groups,
     plan_passes,
     split_group,
@@ -195,7 +196,9 @@ class Encoder:
         if not size or (2 * num_new < size and len(facts) < size):
             return []
         names = ["\0".join((fact.speaker or "", fact.said_at or "", fact.text)) for fact in facts]
-        return [[facts[item] for item in group] for group in mixed_groups(names, size)]
+        return [
+            [facts[item] for item in group] for group in mixed_groups(names, size, self.policy.neighbours)
+        ]
 
     def _is_mixable(self, fact: Fact) -> bool:
         """Told without its tokens: a text rarely has more of them than characters."""
@@ -220,27 +223,29 @@ class Encoder:
     ) -> list[EncodeJob]:
         """new: ids of the facts without KV. Where long texts leave few of a group for one pass, it is a
         sliding one."""
-        epoch, room = self.catalog.epoch(scope), self._room
+        epoch, room, neighbours = self.catalog.epoch(scope), self._room, self.policy.neighbours
         planned: list[_Planned] = []
         few: list[Fact] = []
         for group in groups:
             if only is not None and only.isdisjoint(fact.id for fact in group):
                 continue
             # Read again: what they say has to be of that epoch or later.
-            read = [
-                (fact, ids)
+            read = {
+                fact.id: (fact, ids)
                 for fact in self.catalog.facts_by_ids(fact.id for fact in group)
                 if len(ids := self.prompts.fact_ids(fact)) <= room
-            ]
-            for part in split_group([len(ids) for _, ids in read], room):
-                chosen = read[part.start : part.stop]
+            }
+            together = [group[start : start + neighbours] for start in range(0, len(group), neighbours)]
+            rest = aligned([[read[fact.id] for fact in facts if fact.id in read] for facts in together])
+            for part in split_group([len(ids) for _, ids in rest], room, neighbours):
+                chosen = rest[part.start : part.stop]
                 if only is not None and only.isdisjoint(fact.id for fact, _ in chosen):
                     continue
                 if len(chosen) < MIN_MIXED:
                     few += [fact for fact, _ in chosen if fact.id in new]
                     continue
                 fact_ids, items_ids = [fact.id for fact, _ in chosen], [ids for _, ids in chosen]
-                planned.append(self._planned(scope, fact_ids, items_ids, 0, epoch, directions=2))
+                planned.append(self._planned(scope, fact_ids, items_ids, 0, epoch, 2, neighbours))
         jobs = self._recorded(scope, planned)
         return jobs + (self._plan_scope(scope, sorted(few, key=_scope_order), only) if few else [])
 
@@ -328,7 +333,9 @@ class Encoder:
             return []
         items_ids = [self.prompts.fact_ids(facts[fact_id]) for fact_id in recorded.fact_ids]
         scope, fact_ids, num_window = recorded.scope, recorded.fact_ids, recorded.num_window
-        again = self._planned(scope, fact_ids, items_ids, num_window, epoch, recorded.directions)
+        again = self._planned(
+            scope, fact_ids, items_ids, num_window, epoch, recorded.directions, recorded.neighbours
+        )
         if list(again.new.keys) == [recorded.keys.get(fact_id) for fact_id in again.new.captured_ids]:
             return again.jobs
         # Other keys mean that facts are rendered or tokenized in another way since: file it anew.
@@ -342,6 +349,7 @@ class Encoder:
         num_window: int,
         epoch: int,
         directions: int = 1,
+        neighbours: int = 1,
     ) -> _Planned:
         """A pass over anchor and facts: one job, or one for each of two directions.
 
@@ -349,12 +357,14 @@ class Encoder:
         """
         anchor = self.prompts.anchor_ids
         jobs = []
-        for run in pass_runs(owned_by(self.model, scope), anchor, items_ids, num_window, directions):
+        owner = owned_by(self.model, scope)
+        for run in pass_runs(owner, anchor, items_ids, num_window, directions, neighbours):
             captures = (Span(self._anchor_key, 0, len(anchor)), *run.captures)
             captured = tuple(fact_ids[num_window:])
             jobs.append(EncodeJob(scope, run.token_ids, captures, epoch, fact_ids=captured))
         keys = [span.key for span in jobs[0].captures[1:]]
-        return _Planned(jobs, NewPass(fact_ids[:num_window], fact_ids[num_window:], keys, directions))
+        new = NewPass(fact_ids[:num_window], fact_ids[num_window:], keys, directions, neighbours)
+        return _Planned(jobs, new)
 
     def keys(self, fact_ids: Iterable[str]) -> dict[str, str]:
         """Fact id → key of its KV, for facts that were encoded for this model."""

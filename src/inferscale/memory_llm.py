@@ -115,7 +115,7 @@ class MemoryLLM:
             self.memory.catalog,
             self.prompts,
             self.engine.fingerprint,
-            WindowPolicy(encoding.window, encoding.stride, encoding.mixed),
+            WindowPolicy.of(encoding),
             self.engine.max_model_len - 1,
         )
         self.runner = EncodeRunner(self.engine, self.encoder)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from inferscale.plan import Span, segment_key
-from inferscale.windows import EncodePass, pass_tokens
+from inferscale.windows import EncodePass, backwards, pass_tokens
 
 
 class PassRun(NamedTuple):
@@ -26,13 +26,18 @@ def pass_runs(
     items_ids: Sequence[Sequence[int]],
     num_window: int = 0,
     directions: int = 1,
+    neighbours: int = 1,
 ) -> list[PassRun]:
     """A pass over anchor and items in one direction, or in both; owner: what its keys name as their model.
 
-    In both, an item has the same key in each, made of what stands before it in either.
+    neighbours: so many items keep their order in the second direction. In both, an item has the same key,
+    made of what stands before it in either.
     """
     items = tuple(range(len(items_ids)))
-    passes = [EncodePass(items, items[num_window:]), EncodePass(items[::-1], items[::-1])][:directions]
+    passes = [EncodePass(items, items[num_window:])]
+    if directions == 2:
+        other = backwards(items, neighbours)
+        passes.append(EncodePass(other, other))
     runs = [pass_tokens(anchor_ids, items_ids, encode_pass) for encode_pass in passes]
     prefixes: dict[int, list[array[int]]] = {}
     for run in runs:
@@ -49,9 +54,9 @@ def pass_runs(
 
 
 def _key(owner: str, prefixes: Sequence[array[int]], token_ids: Sequence[int]) -> str:
-    """That of a mixed pass names the length of its first prefix: it is unambiguous, and never that of a pass
-    in one direction."""
+    """That of a mixed pass names the length of its first prefix and how both captures become one: it is
+    unambiguous, and never that of a pass in one direction."""
     if len(prefixes) == 1:
         return segment_key(owner, prefixes[0], token_ids)
     first, second = prefixes
-    return segment_key(f"{owner}+mixed {len(first)}", first + second, token_ids)
+    return segment_key(f"{owner}+mixed, mean of the same length {len(first)}", first + second, token_ids)

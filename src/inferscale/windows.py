@@ -12,14 +12,12 @@ one stored token falls from window + 1 facts to about (window + stride) / stride
 In a prompt, facts stand behind unrelated ones too. A *mixed* pass holds facts of all times, in an order
 that has nothing to do with when they were said, and runs in both directions:
 
-    anchor │ a b c d          anchor │ d c b a          KV of each: the mean of both
+    anchor │ ab cd ef         anchor │ ef cd ab         KV of each: the mean of both
 
 So each has seen all others of its group, half of its KV some of them and half the rest, and none is the one
-that saw nothing. At the cost of sliding(20,20), about 2 computed tokens for a stored one, mixed(60) is
-nearer to text: KL of the answers on LoCoMo 1 to 4 with a 1.5B model, 50 facts, 5 | 10 recomputed
-
-    sliding(20,20)   0.115 | 0.083
-    mixed(60)        0.073 | 0.056
+that saw nothing. Neighbours (`a` and `b`: said one after the other) stay together, so that an answer is
+encoded behind what it answers: mixed(60,2) keeps two, mixed(60) none. docs/quality.md has what each gains;
+the cost is that of sliding(20,20), about 2 computed tokens for a stored one.
 
 Two directions of groups in the order of time gain nothing. A mixed pass needs many facts at once; few new
 ones are encoded by sliding passes until there are enough (`encoder`).
@@ -34,13 +32,15 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-from inferscale.config import MAX_MIXED, MIN_MIXED, EncodingConfig
+from inferscale.config import MAX_MIXED, MAX_NEIGHBOURS, MIN_MIXED, EncodingConfig
 from inferscale.errors import InvalidInput, TextTooLong
+
+_T = TypeVar("_T")
 
 _MIXED_ALLOWED = f"allowed are {MIN_MIXED} to {MAX_MIXED}"
 
@@ -51,27 +51,39 @@ class WindowPolicy:
 
     window: at most so many items before the first captured one. stride: a pass reaches over at
     most so many items from its first captured one to its last. mixed: about so many facts are encoded
-    together in both directions, where there are enough of them; 0: none. Raises InvalidInput.
+    together in both directions, where there are enough of them; 0: none. neighbours: so many that were said
+    one after the other stay together there. Raises InvalidInput.
     """
 
     window: int
     stride: int
     mixed: int = 0
+    neighbours: int = 1
 
     def __post_init__(self) -> None:
         check_mixed(self.mixed)
+        if not 1 <= self.neighbours <= MAX_NEIGHBOURS:
+            raise InvalidInput(
+                f"the window policy is mixed with {self.neighbours} neighbours together; allowed are 1 to "
+                f"{MAX_NEIGHBOURS}."
+            )
         if self.window < 0 or self.stride < 1:
             raise InvalidInput(
                 f"the window policy is window {self.window}, stride {self.stride}; the window must be "
                 "0 or more facts and the stride 1 or more."
             )
 
+    @classmethod
+    def of(cls, encoding: EncodingConfig) -> WindowPolicy:
+        return cls(encoding.window, encoding.stride, encoding.mixed, encoding.neighbours)
+
     def __str__(self) -> str:
         """The form that `parse_policy` reads."""
         if self.mixed:
             is_default = (self.window, self.stride) == (EncodingConfig.window, EncodingConfig.stride)
             few = "" if is_default else f",{self.window},{self.stride}"
-            return f"mixed({self.mixed}{few})"
+            together = f",{self.neighbours}" if few or self.neighbours > 1 else ""
+            return f"mixed({self.mixed}{together}{few})"
         if self.stride > 1:
             return f"sliding({self.window},{self.stride})"
         return f"window({self.window})" if self.window else "alone"
@@ -93,12 +105,16 @@ def sliding(num_facts: int, stride: int) -> WindowPolicy:
 
 
 def mixed(
-    num_facts: int, window: int = EncodingConfig.window, stride: int = EncodingConfig.stride
+    num_facts: int,
+    neighbours: int = 1,
+    window: int = EncodingConfig.window,
+    stride: int = EncodingConfig.stride,
 ) -> WindowPolicy:
-    """About `num_facts` facts in one pass, in both directions; fewer as by `sliding(window, stride)`."""
+    """About `num_facts` facts in one pass, in both directions, `neighbours` of them together; fewer as by
+    `sliding(window, stride)`."""
     if not num_facts:
         raise InvalidInput(f"the window policy is mixed(0); {_MIXED_ALLOWED}.")
-    return WindowPolicy(window, stride, num_facts)
+    return WindowPolicy(window, stride, num_facts, neighbours)
 
 
 def check_mixed(num_facts: int) -> None:
@@ -108,9 +124,10 @@ def check_mixed(num_facts: int) -> None:
 
 
 def parse_policy(text: str) -> WindowPolicy:
-    """`alone`, `window(5)`, `sliding(20,20)` or `mixed(60)` → policy. Raises InvalidInput.
+    """`alone`, `window(5)`, `sliding(20,20)` or `mixed(60,2)` → policy. Raises InvalidInput.
 
-    `mixed(60,10,5)` is `mixed(60)` that encodes few facts as `sliding(10,5)` does.
+    `mixed(60)` is `mixed(60,1)`. `mixed(60,2,10,5)` is `mixed(60,2)` that encodes few facts as
+    `sliding(10,5)` does.
     """
     match = re.fullmatch(r"\s*(\w+)\s*(?:\(([\d\s,]*)\))?\s*", text, flags=re.ASCII)
     if match is not None:
@@ -123,11 +140,12 @@ def parse_policy(text: str) -> WindowPolicy:
             return window(values[0])
         if match[1] == "sliding" and complete and len(values) == 2:
             return sliding(values[0], values[1])
-        if match[1] == "mixed" and complete and len(values) in (1, 3):
+        if match[1] == "mixed" and complete and len(values) in (1, 2, 4):
             return mixed(*values)
     raise InvalidInput(
         f"the window policy is {text!r}; allowed are 'alone', 'window(W)', 'sliding(W,STRIDE)', "
-        "'mixed(FACTS)' and 'mixed(FACTS,W,STRIDE)', for example 'mixed(60)'."
+        "'mixed(FACTS)', 'mixed(FACTS,NEIGHBOURS)' and 'mixed(FACTS,NEIGHBOURS,W,STRIDE)', for example "
+        "'mixed(60,2)'."
     )
 
 
@@ -208,40 +226,60 @@ def plan_passes(
     return passes
 
 
-def mixed_groups(names: Sequence[str], size: int) -> list[tuple[int, ...]]:
+def mixed_groups(names: Sequence[str], size: int, neighbours: int = 1) -> list[tuple[int, ...]]:
     """Items in groups of about `size`, none above 1.5 times that: indices, in the order of a pass.
 
-    names: of each item, such as its text. The order is by a hash of these: as good as random, and the same
-    items give the same groups.
+    names: of each item, such as its text, in the order they were said. The order is by a hash of these: as
+    good as random, and the same items give the same groups. neighbours: so many stand together, in their
+    order; fewer than that at the end of a group only.
     """
+    chunks = [tuple(range(start, len(names))[:neighbours]) for start in range(0, len(names), neighbours)]
     seen: Counter[str] = Counter()
-    places: list[tuple[bytes, int]] = []
-    for item, name in enumerate(names):
+    places: list[tuple[bytes, tuple[int, ...]]] = []
+    for chunk in chunks:
+        name = "\0".join(names[item] for item in chunk)
         digest = hashlib.blake2b(f"{seen[name]}\0{name}".encode("utf-8", "surrogatepass"), digest_size=16)
-        places.append((digest.digest(), item))
+        places.append((digest.digest(), chunk))
         seen[name] += 1
-    order = [item for _, item in sorted(places)]
-    num = max(1, (2 * len(order) + size) // (2 * size))  # len / size, rounded
-    return _even_parts(order, num) if order else []
+    order = [chunk for _, chunk in sorted(places)]
+    num = max(1, (2 * len(names) + size) // (2 * size))  # len / size, rounded
+    return [aligned(group) for group in _even_parts(order, num)] if order else []
 
 
-def split_group(lengths: Sequence[int], room: int) -> list[range]:
+def aligned(chunks: Iterable[Sequence[_T]]) -> tuple[_T, ...]:
+    """The items of these chunks of neighbours, in an order in which whole chunks stand where `backwards`
+    looks for them: shorter ones last."""
+    return tuple(item for chunk in sorted(chunks, key=len, reverse=True) for item in chunk)
+
+
+def backwards(items: Sequence[_T], neighbours: int) -> tuple[_T, ...]:
+    """The other direction of a mixed pass: the chunks of `neighbours` items from the last to the first, each
+    in its own order."""
+    starts = range(0, len(items), neighbours)
+    return tuple(item for start in reversed(starts) for item in items[start : start + neighbours])
+
+
+def split_group(lengths: Sequence[int], room: int, neighbours: int = 1) -> list[range]:
     """A mixed group in as few parts of its items as fit `room` tokens each, about equally many in each.
 
-    lengths: tokens of each item, none above `room`.
+    lengths: tokens of each item, none above `room`. Chunks of neighbours are not cut, but where one alone
+    has more than `room`.
     """
     assert all(length <= room for length in lengths)
     items = range(len(lengths))
+    chunks = [items[start : start + neighbours] for start in range(0, len(lengths), neighbours)]
+    if any(sum(lengths[item] for item in chunk) > room for chunk in chunks):
+        chunks = [items[item : item + 1] for item in items]
     num = max(1, -(-sum(lengths) // room)) if lengths else 0
     while True:
-        parts = [items[part[0] : part[-1] + 1] for part in _even_parts(items, num)] if num else []
+        parts = [items[part[0].start : part[-1].stop] for part in _even_parts(chunks, num) if part]
         if all(sum(lengths[item] for item in part) <= room for part in parts):
             return parts
         num += 1
 
 
-def _even_parts(items: Sequence[int], num: int) -> list[tuple[int, ...]]:
-    borders = [len(items) * part // num for part in range(num + 1)]
+def _even_parts(items: Sequence[_T], num: int) -> list[tuple[_T, ...]]:
+    borders = [len(items) * part // num for part in range(num + 1)] if num else []
     return [tuple(items[start:end]) for start, end in pairwise(borders)]
 
 

@@ -21,7 +21,8 @@ from inferscale.windows import WindowPolicy
         ("sliding(20, 10) + tail 10", Policy(WindowPolicy(20, 10), Tail(10)), "sliding(20,10)+tail10"),
         ("sliding(20,20)+tail0", Policy(WindowPolicy(20, 20)), "sliding(20,20)"),
         ("mixed( 60 )", Policy(WindowPolicy(20, 20, 60)), "mixed(60)"),
-        ("mixed(8,2,3)+tail5", Policy(WindowPolicy(2, 3, 8), Tail(5)), "mixed(8,2,3)+tail5"),
+        ("mixed(60, 2)", Policy(WindowPolicy(20, 20, 60, 2)), "mixed(60,2)"),
+        ("mixed(8,1,2,3)+tail5", Policy(WindowPolicy(2, 3, 8), Tail(5)), "mixed(8,1,2,3)+tail5"),
         ("alone+tail10%", Policy(WindowPolicy(0, 1), Tail(share=0.1)), "alone+tail10%"),
         ("alone + tail 300 tokens", Policy(WindowPolicy(0, 1), Tail(tokens=300)), "alone+tail300t"),
         ("alone+chronological", Policy(WindowPolicy(0, 1), order="chronological"), "alone+chronological"),
@@ -67,7 +68,7 @@ def test_what_is_no_policy(text: str) -> None:
 
 def test_the_default_is_the_configuration_s() -> None:
     encoding = EncodingConfig()
-    window = WindowPolicy(encoding.window, encoding.stride, encoding.mixed)
+    window = WindowPolicy(encoding.window, encoding.stride, encoding.mixed, encoding.neighbours)
     assert Policy.default() == Policy(window, Tail.parse(DEFAULT_TAIL))
     assert Policy.parse("mixed(60)+tail6,12%") == Policy.default()
     assert Policy.parse("mixed(60)") != Policy.default(), "no tail is named: none is recomputed"

@@ -12,6 +12,7 @@ from fake_layers import LAYOUTS, flash_025
 
 from inferscale.config import ConnectorConfig
 from inferscale.connector import movement
+from inferscale.connector.averaging import mean_of_same_length
 from inferscale.connector.layout import LayerCache, flat_storage
 from inferscale.connector.messages import StepOrders
 from inferscale.connector.worker import WorkerSide
@@ -302,13 +303,27 @@ def test_a_second_capture_leaves_the_mean_of_both(name: str, dtype: torch.dtype,
     for index in range(3):
         (first, values), (second, others) = read(side, index, FIRST), read(side, index, LAST)
         moved = relocate(first.float(), torch.full((12,), at_second - at_first), side.rotary)
-        expected.append(((moved + second.float()) / 2, (values.float() + others.float()) / 2))
+        expected.append((halfway(moved, second.float()), halfway(values.float(), others.float())))
     # Injected at the place of the second capture, where nothing turns.
     side.before_forward(StepOrders(injection=single_run(rows, at_second, [0] * 2 + [1, 2, 3], BLOCK)))
     tolerance = 0.03 if pool_dtype == "int8" else 1e-6 if dtype == torch.float32 else 0.01
     for index in range(3):
         for found, wanted in zip(read(side, index, FIRST), expected[index], strict=True):
             torch.testing.assert_close(found.float(), wanted, atol=tolerance, rtol=tolerance)
+
+
+def halfway(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    length = (torch.linalg.vector_norm(first, dim=-1) + torch.linalg.vector_norm(second, dim=-1)) / 2
+    return torch.nn.functional.normalize(first + second, dim=-1) * length[..., None]
+
+
+def test_opposite_vectors_have_a_mean_without_a_direction() -> None:
+    first = torch.tensor([[1.0, 0.0], [3.0, 4.0], [0.0, 0.0]])
+    second = torch.tensor([[-1.0, 0.0], [4.0, 3.0], [0.0, 0.0]])
+    found = mean_of_same_length(first, second)
+    assert found[0].tolist() == [0.0, 0.0]
+    torch.testing.assert_close(found[1], torch.tensor([12.5**0.5, 12.5**0.5]))
+    assert found[2].tolist() == [0.0, 0.0]
 
 
 def test_a_failed_mean_is_reported() -> None:

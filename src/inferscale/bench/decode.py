@@ -53,7 +53,7 @@ class DecodeTask(NamedTuple):
 
     def to_json(self) -> str:
         parts = {"options": asdict(self.options), "tokens": asdict(self.tokens)}
-        policy = [self.policy.window, self.policy.stride, self.policy.mixed]
+        policy = [self.policy.window, self.policy.stride, self.policy.mixed, self.policy.neighbours]
         return json.dumps(
             {"engine": self.engine, "spec": self.spec.to_json(), **parts, "policy": policy}, indent=1
         )

@@ -79,7 +79,8 @@ class Encoding:
         for encode_pass in self._passes([len(ids) for ids in facts], facts):
             items = encode_pass.items
             num_window, directions = len(encode_pass.window), 2 if self.policy.mixed else 1
-            runs = pass_runs(self.model, head, [facts[item] for item in items], num_window, directions)
+            items_ids = [facts[item] for item in items]
+            runs = pass_runs(self.model, head, items_ids, num_window, directions, self.policy.neighbours)
             for item, span in zip(items[num_window:], runs[0].captures, strict=True):
                 keys[item] = span.key
             for run in runs:
@@ -94,8 +95,9 @@ class Encoding:
             return plan_passes(lengths, needs, self.policy, anchor_tokens=anchor, max_tokens=self.max_tokens)
         names = [" ".join(map(str, ids)) for ids in facts]
         passes = []
-        for group in mixed_groups(names, self.policy.mixed):
-            for part in split_group([lengths[item] for item in group], self.max_tokens - anchor):
+        for group in mixed_groups(names, self.policy.mixed, self.policy.neighbours):
+            room, together = self.max_tokens - anchor, self.policy.neighbours
+            for part in split_group([lengths[item] for item in group], room, together):
                 items = group[part.start : part.stop]
                 passes.append(EncodePass(items, items))
         return passes

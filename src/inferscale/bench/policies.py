@@ -61,7 +61,7 @@ class Policy:
     def default(cls) -> Policy:
         """What memory does where nothing is set, with facts that it has many of."""
         encoding = EncodingConfig()
-        window = WindowPolicy(encoding.window, encoding.stride, encoding.mixed)
+        window = WindowPolicy.of(encoding)
         return cls(window, Tail.parse(DEFAULT_TAIL), DEFAULT_ORDER)
 
     @classmethod

@@ -3,7 +3,7 @@
 Nothing here is the engine's or the kernels': text is one forward pass on the CPU. For injected facts the
 encode passes are run as well, the facts' KV is cut out of them, keys are moved by a rotation that is written
 out here in float64, and the rest of the prompt is computed behind all of that. What two passes capture is the
-mean of both, once moved.
+mean of both, once moved, as long as they are on average.
 """
 
 from __future__ import annotations
@@ -112,14 +112,17 @@ class Reference:
 
 
 def _mean(captured: Sequence[_Layers]) -> _Layers:
-    """Of each layer's keys and values in all of these."""
-    return [
-        (
-            torch.stack([keys for keys, _ in layer]).mean(0),
-            torch.stack([values for _, values in layer]).mean(0),
-        )
-        for layer in zip(*captured, strict=True)
-    ]
+    """Of each layer's keys and values in all of these: their direction from the sum, their length from the
+    mean length."""
+    if len(captured) == 1:
+        return captured[0]
+
+    def mean(vectors: tuple[Tensor, ...]) -> Tensor:
+        lengths = torch.stack([torch.linalg.vector_norm(vector, dim=-1) for vector in vectors])
+        return torch.nn.functional.normalize(torch.stack(vectors).sum(0), dim=-1) * lengths.mean(0)[..., None]
+
+    layers = (zip(*layer, strict=True) for layer in zip(*captured, strict=True))
+    return [(mean(keys), mean(values)) for keys, values in layers]
 
 
 def add_reference_checks(run: BenchRun, model: str, checks: Sequence[Check], k: int) -> None:

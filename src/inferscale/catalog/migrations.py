@@ -138,7 +138,10 @@ _FOURTH = (
     "ALTER TABLE passes ADD COLUMN is_done INTEGER NOT NULL DEFAULT 1 CHECK (is_done IN (0, 1))",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _SECOND, _THIRD, _FOURTH)
+# Existing passes of two directions kept no facts together.
+_FIFTH = ("ALTER TABLE passes ADD COLUMN neighbours INTEGER NOT NULL DEFAULT 1 CHECK (neighbours >= 1)",)
+
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH)
 
 
 def check_version(connection: sqlite3.Connection, path: str) -> int:

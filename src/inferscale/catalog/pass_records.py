@@ -29,6 +29,7 @@ class PassRecords:
         captured_ids: Sequence[str],
         keys: Sequence[str],
         directions: int = 1,
+        neighbours: int = 1,
     ) -> int:
         """Store an encode pass over facts of one exact scope and return its id.
 
@@ -36,7 +37,7 @@ class PassRecords:
         deletion in between finds the keys. Raises UnknownFact when one of the facts was deleted
         meanwhile or belongs to another scope, InvalidInput for a fact that stands there twice.
         """
-        new = NewPass(window_ids, captured_ids, keys, directions)
+        new = NewPass(window_ids, captured_ids, keys, directions, neighbours)
         with self._database.write() as connection:
             code = _rows.scope_code(connection, scope)
             return _passes.record_pass(connection, model, code, new)

@@ -36,7 +36,8 @@ class EncodePass(NamedTuple):
     """One encode pass, as it has to be run again when its KV was lost.
 
     fact_ids: all facts in order, `num_window` facts of window first. keys: fact id → key, for
-    the captured facts. directions: 2 where it runs in the other order as well.
+    the captured facts. directions: 2 where it runs in the other one as well, in which `neighbours` facts keep
+    their order.
     """
 
     id: int
@@ -46,6 +47,7 @@ class EncodePass(NamedTuple):
     num_window: int
     keys: dict[str, str]
     directions: int = 1
+    neighbours: int = 1
 
 
 class NewPass(NamedTuple):
@@ -55,6 +57,7 @@ class NewPass(NamedTuple):
     captured_ids: Sequence[str]
     keys: Sequence[str]
     directions: int = 1
+    neighbours: int = 1
 
 
 _RANK = "p.directions * p.is_done"
@@ -76,7 +79,7 @@ def record_pass(connection: Connection, model: str, scope_code: int, new: NewPas
     when a fact stands twice in the pass, nothing is captured, keys are missing, or a pass of two
     directions has a window; nothing of the pass is stored then.
     """
-    window_ids, captured_ids, keys, directions = new
+    window_ids, captured_ids, keys, directions, neighbours = new
     if not captured_ids or len(captured_ids) != len(keys):
         raise InvalidInput(
             f"a pass captures {len(captured_ids)} facts under {len(keys)} keys; "
@@ -107,7 +110,9 @@ def record_pass(connection: Connection, model: str, scope_code: int, new: NewPas
     rows += [_Row(seqs[fact_id], key) for fact_id, key in zip(captured_ids, keys, strict=True)]
     find = _current_pass_with if directions == 1 else _mixed_pass_with
     same = find(connection, model, rows)
-    return same if same is not None else _insert_pass(connection, model, scope_code, rows, directions)
+    if same is not None:
+        return same
+    return _insert_pass(connection, model, scope_code, rows, directions, neighbours)
 
 
 def _current_pass_with(connection: Connection, model: str, rows: list[_Row]) -> int | None:
@@ -141,12 +146,18 @@ def _mixed_pass_with(connection: Connection, model: str, rows: list[_Row]) -> in
 
 
 def _insert_pass(
-    connection: Connection, model: str, scope_code: int, rows: list[_Row], directions: int
+    connection: Connection,
+    model: str,
+    scope_code: int,
+    rows: list[_Row],
+    directions: int,
+    neighbours: int,
 ) -> int:
     num_window = sum(row.key is None for row in rows)
     pass_id = connection.insert(
-        "INSERT INTO passes (model, scope, num_window, directions, is_done) VALUES (?, ?, ?, ?, ?)",
-        (model, scope_code, num_window, directions, int(directions == 1)),
+        "INSERT INTO passes (model, scope, num_window, directions, neighbours, is_done) "
+        "VALUES (?, ?, ?, ?, ?, ?)",
+        (model, scope_code, num_window, directions, neighbours, int(directions == 1)),
         "id",
     )
     connection.executemany(
@@ -195,8 +206,8 @@ def read_passes(connection: Connection, pass_ids: Iterable[int]) -> dict[int, En
     """Pass id → pass; passes that do not exist (any more) are left out."""
     wanted = json.dumps(list(pass_ids))
     passes = connection.execute(
-        "SELECT p.id, p.model, p.num_window, p.directions, s.user_id, s.agent_id, s.run_id FROM passes p "
-        f"JOIN scopes s ON s.id = p.scope WHERE p.id IN {NUMBERS} ORDER BY p.id",
+        "SELECT p.id, p.model, p.num_window, p.directions, p.neighbours, s.user_id, s.agent_id, s.run_id "
+        f"FROM passes p JOIN scopes s ON s.id = p.scope WHERE p.id IN {NUMBERS} ORDER BY p.id",
         (wanted,),
     ).fetchall()
     members = connection.execute(
@@ -213,9 +224,16 @@ def read_passes(connection: Connection, pass_ids: Iterable[int]) -> dict[int, En
             keys.setdefault(pass_id, {})[fact_id] = key
     return {
         pass_id: EncodePass(
-            pass_id, model, Scope(*scope), tuple(fact_ids[pass_id]), num_window, keys[pass_id], directions
+            pass_id,
+            model,
+            Scope(*scope),
+            tuple(fact_ids[pass_id]),
+            num_window,
+            keys[pass_id],
+            directions,
+            neighbours,
         )
-        for pass_id, model, num_window, directions, *scope in passes
+        for pass_id, model, num_window, directions, neighbours, *scope in passes
     }
 
 

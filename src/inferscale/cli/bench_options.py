@@ -92,7 +92,7 @@ class WorkloadChoice(NamedTuple):
     def policy(self) -> WindowPolicy:
         from inferscale.windows import WindowPolicy
 
-        return WindowPolicy(self.window, self.stride, self.mixed)
+        return WindowPolicy(self.window, self.stride, self.mixed, _ENCODING.neighbours)
 
     def read(self, engine: EngineChoice) -> BenchConversation | None:
         """The conversation; None for random token ids, which is the default with random weights."""

@@ -85,7 +85,7 @@ def decode(
     tokens = RandomTokens(seed=seed)
     spec = sized(spec, RandomSource(tokens), [Need(k, output_tokens=output_tokens)])
     encoding = EncodingConfig()
-    policy = WindowPolicy(encoding.window, encoding.stride, encoding.mixed)
+    policy = WindowPolicy.of(encoding)
     run = BenchRun("decode", spec.name, out)
     measure_decode(DecodeTask("connector", spec, options, tokens, policy), run, say)
     show(run.rows, out, as_json=as_json)
@@ -134,7 +134,7 @@ def tiers(
         say(f"Starting the engine with {spec.name} …")
         with spec.open() as running:
             run = BenchRun("tiers", spec.name, out, running.describe())
-            policy = WindowPolicy(_ENCODING.window, _ENCODING.stride, _ENCODING.mixed)
+            policy = WindowPolicy.of(_ENCODING)
             measure_tiers(running, source, need, policy, options, run, say)
     show(run.rows, out, as_json=as_json)
 

@@ -56,8 +56,8 @@ def _questions_asked(
             default=str(Policy.default()),
             show_default=True,
             help="What is compared, separated by semicolons: alone (or anchor), window(W), sliding(W,S), "
-            "mixed(N), each with +tail5, +tail10%, +tail300t or +tail6,12% for the best facts recomputed, "
-            "and +chronological or +session for another order of the facts.",
+            "mixed(N,NEIGHBOURS), each with +tail5, +tail10%, +tail300t or +tail6,12% for the best facts "
+            "recomputed, and +chronological or +session for another order of the facts.",
         ),
         click.option(
             "--instruction",

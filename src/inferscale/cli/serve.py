@@ -125,6 +125,13 @@ class _Serve(click.Command):
     "and --stride are for fewer. 0: for all.",
 )
 @click.option(
+    "--neighbours",
+    type=POSITIVE,
+    default=_DEFAULT.neighbours,
+    show_default=True,
+    help="Facts said one after the other that stay together in a pass of --mixed.",
+)
+@click.option(
     "--injection-path",
     type=click.Choice(["auto", "fused", "portable"]),
     default=ConnectorConfig.injection_path,
@@ -202,6 +209,7 @@ def serve(
     window: int,
     stride: int,
     mixed: int,
+    neighbours: int,
     injection_path: Any,
     self_check: SelfCheck,
     top_k: int,
@@ -253,6 +261,7 @@ def serve(
             window=window,
             stride=stride,
             mixed=mixed,
+            neighbours=neighbours,
             top_k=top_k,
             tail=str(tail),
             order=order,

@@ -1,10 +1,12 @@
-"""A segment as the mean of two captures, whose passes had the same facts in opposite orders.
+"""A segment as the mean of two captures, whose passes had the same facts in opposite directions.
 
 KV of a fact is what the fact says and what stood before it. In a prompt other facts stand before it than in
 its encode pass; the mean of two passes keeps what both agree on and halves the rest (docs/quality.md has what
-that gains). Keys are turned to one position first, in float32, and the mean is rounded to the dtype of
-vLLM's cache; a pool of bytes rounds the first capture and the mean as well. Plain torch, for any device and
-layout: it runs while facts are encoded, once for each.
+that gains). Where they disagree the mean is shorter than either, and attention to it weaker than to the facts
+of a prompt: each head's key and value gets the mean of both lengths again. Keys are turned to one position
+first, in float32, and the result is rounded to the dtype of vLLM's cache; a pool of bytes rounds the first
+capture and the result as well. Plain torch, for any device and layout: it runs while facts are encoded, once
+for each.
 """
 
 from __future__ import annotations
@@ -55,6 +57,15 @@ class Averager:
             first = row_format.decode_layer(picked, index).to(torch.float32).unsqueeze(1)
             keys, values = turn(first, cos, sin, is_moved, self._rotary, torch.float32)
             second = flat_storage(layer.cache)[indices[id(layout)]].to(torch.float32)
-            mean = (torch.stack((keys[0], values[0]), dim=1).flatten(1) + second) / 2
+            both = torch.stack((keys[0], values[0]), dim=1)
+            mean = mean_of_same_length(both, second.view(both.shape)).flatten(1)
             row_format.store_layer(slab.data, row_index, index, mean.to(row_format.kv_dtype))
         slab.origins[row_index] = places.to(torch.int32)
+
+
+def mean_of_same_length(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Vectors in the direction of the mean, as long as the two are on average: float32 [..., dim] each."""
+    mean = (first + second) / 2
+    length = (first.norm(dim=-1, keepdim=True) + second.norm(dim=-1, keepdim=True)) / 2
+    own = mean.norm(dim=-1, keepdim=True)
+    return mean * torch.where(own > 0, length / own, 1.0)

@@ -403,7 +403,7 @@ def open_service(front: Front) -> MemoryService:
         memory.catalog,
         prompt_builder(front),
         engine.model,
-        WindowPolicy(encoding.window, encoding.stride, encoding.mixed),
+        WindowPolicy.of(encoding),
         front.max_model_len - 1,
     )
     return MemoryService(front, memory, encoder, residency, engine)

@@ -2,7 +2,7 @@
 
 They lie in the first schema of the connection's `search_path`. `catalog_state` has one row: whose tables
 these are, their version, and how often anybody has written. A migration is never changed once released:
-append a new one, here and there. The first is version 4, the newest when PostgreSQL came.
+append a new one, here and there. The first is version 5, the newest when PostgreSQL came.
 
     write     BEGIN, `writes` + 1    the row's lock lets one transaction write at a time, as in SQLite, so
                                      that numbers of facts and changes are committed in their order: readers
@@ -20,7 +20,7 @@ import psycopg
 from inferscale.errors import CatalogError, NewerCatalog
 
 APPLICATION = "inferscale"
-FIRST_VERSION = 4
+FIRST_VERSION = 5
 
 VECTORS_NEXT = (
     """CREATE TABLE vectors_next (
@@ -32,7 +32,7 @@ VECTORS_NEXT = (
     "ALTER TABLE vectors_next ALTER COLUMN data SET STORAGE EXTERNAL",  # not compressed
 )
 
-_FOURTH = (
+_FIFTH = (
     # Ids may be longer than a row of a B-tree: they are found by a digest, or in a hash index, where EXCLUDE
     # stands for UNIQUE.
     """CREATE FUNCTION scope_digest(text, text, text) RETURNS bytea LANGUAGE sql IMMUTABLE PARALLEL SAFE AS $$
@@ -78,7 +78,8 @@ _FOURTH = (
         scope bigint NOT NULL REFERENCES scopes (id),
         num_window integer NOT NULL CHECK (num_window >= 0),
         directions integer NOT NULL DEFAULT 1 CHECK (directions IN (1, 2)),
-        is_done integer NOT NULL DEFAULT 1 CHECK (is_done IN (0, 1))
+        is_done integer NOT NULL DEFAULT 1 CHECK (is_done IN (0, 1)),
+        neighbours integer NOT NULL DEFAULT 1 CHECK (neighbours >= 1)
     )""",
     # No ON DELETE for the fact: a fact that still stands in a pass cannot be removed by mistake.
     """CREATE TABLE pass_facts (
@@ -139,7 +140,7 @@ _FOURTH = (
     f"INSERT INTO catalog_state (application, version) VALUES ('{APPLICATION}', {FIRST_VERSION})",
 )
 
-MIGRATIONS: tuple[tuple[str, ...], ...] = (_FOURTH,)
+MIGRATIONS: tuple[tuple[str, ...], ...] = (_FIFTH,)
 """From `FIRST_VERSION` on."""
 VERSION = FIRST_VERSION + len(MIGRATIONS) - 1
 TABLES = sorted(
