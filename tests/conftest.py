@@ -21,6 +21,7 @@ from postgres_server import MISSING, PostgresServer, Replicas, find_binaries, ru
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
     """A server that all tests share, each with tables of its own. Nobody stops it."""
+    pytest.importorskip("psycopg")
     binaries = find_binaries()
     if binaries is None:
         pytest.skip(MISSING)

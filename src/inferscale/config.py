@@ -15,7 +15,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_args
 
-from inferscale.catalog_url import check_public_url, check_url
+from inferscale.catalog_url import check_public_url, check_url, has_password
 from inferscale.errors import InvalidConfig, InvalidInput
 from inferscale.fact_order import FactOrder, parse_order
 from inferscale.tail import Tail
@@ -176,6 +176,11 @@ class ConnectorConfig:
             raise InvalidConfig(
                 f"cold_location is {self.cold_location!r}; allowed is a folder's path or a URL such as "
                 "s3://bucket/prefix."
+            )
+        if self.cold_location is not None and has_password(self.cold_location):
+            raise InvalidConfig(
+                "cold_location holds a password, and vLLM shows this setting in its log. Give it in the "
+                "environment, as AWS_SECRET_ACCESS_KEY or FSSPEC_SFTP_PASSWORD."
             )
         _check_path(self.encryption_key_file, "encryption_key_file")
         share = self.max_share
