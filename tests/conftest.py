@@ -8,17 +8,20 @@ looks into the SQLite file is marked `sqlite_only`.
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from postgres_server import MISSING, PostgresServer, find_binaries, running
+from postgres_server import MISSING, PostgresServer, Replicas, find_binaries, running
 
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
     """A server that all tests share, each with tables of its own. Nobody stops it."""
+    pytest.importorskip("psycopg")
     binaries = find_binaries()
     if binaries is None:
         pytest.skip(MISSING)
@@ -39,6 +42,30 @@ def both_databases(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 def in_postgres(postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> PostgresServer:
     _place_in_postgres(postgres, monkeypatch)
     return postgres
+
+
+@pytest.fixture
+def url(postgres: PostgresServer) -> str:
+    """Of tables of the test's own."""
+    return postgres.schema_url(f"t{uuid.uuid4().hex[:12]}")
+
+
+@pytest.fixture
+def replica(url: str, tmp_path: Path) -> Iterator[Replicas]:
+    """Makes catalogs that share one database, as processes on several machines do."""
+    from fakes import DIM
+    from inferscale.catalog import Catalog
+
+    made: list[Any] = []
+
+    def make(**options: Any) -> Any:
+        made.append(Catalog(tmp_path / str(len(made)), url=url, **options))
+        made[-1].record_embedder("fake", DIM)
+        return made[-1]
+
+    yield make
+    for catalog in made:
+        catalog.close()
 
 
 def _place_in_postgres(server: PostgresServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
-import psycopg
-
+Replicas = Callable[..., Any]
+"""Makes a catalog on a database that all of its catalogs share."""
 MISSING = "no PostgreSQL server is installed (Debian: apt-get install postgresql)"
 
 
@@ -54,11 +55,15 @@ class PostgresServer:
 
     def schema_url(self, schema: str) -> str:
         """Of tables of their own."""
+        import psycopg
+
         with psycopg.connect(self.url, autocommit=True) as connection:
             connection.execute(f'CREATE SCHEMA IF NOT EXISTS "{schema}"'.encode())
         return f"{self.url}?options={quote('-csearch_path=' + schema)}"
 
     def start(self) -> None:
+        import psycopg
+
         settings = {
             "listen_addresses": "127.0.0.1",
             "port": str(self.port),

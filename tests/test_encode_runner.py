@@ -303,7 +303,7 @@ def test_passes_that_a_deletion_has_overtaken_do_not_run(
     monkeypatch.setattr(encode_runner, "_PROGRESS_EVERY_S", 0.0)
     monkeypatch.setattr(encode_runner, "_MAX_JOBS_IN_FLIGHT", 1)
     facts = said(catalog, ANA, 30)
-    deleter = Catalog(catalog.path.parent) if elsewhere else catalog
+    deleter = Catalog(tmp_path) if elsewhere else catalog
     deleted: list[tuple[str, ...]] = []
 
     def progress(state: EncodeProgress) -> None:

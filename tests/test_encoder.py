@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -264,7 +265,9 @@ def test_a_plan_has_the_scope_and_epoch_of_its_facts(catalog: Catalog, prompts: 
     [job] = one.new_jobs(ANA_RUN)
     plan = one.plan_of(job)
     assert (plan.model, plan.scope, plan.epoch) == ("m", scope_digest("ana", None, "1"), 0)
-    assert (plan.captures, tuple(plan.segments), plan.order) == (job.captures, (), None)
+    assert (tuple(plan.segments), plan.order) == ((), None)
+    assert tuple(replace(span, shared=False) for span in plan.captures) == job.captures
+    assert [span.shared for span in plan.captures] == [False, True, True], "facts, and not the anchor"
     assert not one.is_outdated(job)
     catalog.delete(facts[0].id)
     assert one.plan_of(job).epoch == 0, "planned before the deletion"

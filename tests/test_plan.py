@@ -140,7 +140,7 @@ def test_another_secret_is_rejected() -> None:
 
 
 @pytest.mark.parametrize(
-    "version", [0, 1, 2, 3, 5, "4", None, [2], 2.5, pytest.param(10**5000, id="huge"), float("nan")]
+    "version", [0, 1, 2, 3, 4, 6, "5", None, [2], 2.5, pytest.param(10**5000, id="huge"), float("nan")]
 )
 def test_other_versions_are_rejected_by_number(version: Any) -> None:
     params = to_wire(FULL, SECRET)
@@ -237,7 +237,7 @@ JSON = st.recursive(
 
 @given(JSON, st.booleans())
 def test_junk_is_rejected_and_never_anything_else(junk: Any, has_version: bool) -> None:
-    for body in (junk, {"v": 4, "sig": junk}, {"v": 4, "sig": "0" * 64, "plan": junk, "ids": junk}):
+    for body in (junk, {"v": 5, "sig": junk}, {"v": 5, "sig": "0" * 64, "plan": junk, "ids": junk}):
         with pytest.raises(PlanRejected):
             from_wire({WIRE_KEY: body}, SECRET)
     from_wire(junk, SECRET)
@@ -247,18 +247,18 @@ HOSTILE: dict[str, Callable[[], Any]] = {
     "long text": lambda: "x" * 10**6,
     "list": lambda: [[]],
     "no signature": lambda: {"v": 3},
-    "signature is null": lambda: {"v": 4, "sig": None},
-    "signature is bytes": lambda: {"v": 4, "sig": b"0"},
-    "signature is not ASCII": lambda: {"v": 4, "sig": "é"},
-    "signature is a lone surrogate": lambda: {"v": 4, "sig": "\ud800"},
-    "set": lambda: {"v": 4, "sig": "0" * 64, "plan": {1, 2}},
-    "NaN": lambda: {"v": 4, "sig": "0" * 64, "plan": float("nan")},
-    "mixed keys": lambda: {"v": 4, "sig": "0" * 64, 1: 2, "a": 3},
-    "lone surrogate": lambda: {"v": 4, "sig": "0" * 64, "plan": "\ud800"},
-    "huge": lambda: {"v": 4, "sig": "0" * 64, "plan": "x" * 10**6},
-    "no hexadecimal": lambda: {"v": 4, "sig": "0" * 64, "plan": "é", "ids": ""},
-    "plan is a list": lambda: {"v": 4, "sig": "0" * 64, "plan": ["AAAA"]},
-    "nested field": lambda: {"v": 4, "sig": "0" * 64, "plan": nested(100_000)},
+    "signature is null": lambda: {"v": 5, "sig": None},
+    "signature is bytes": lambda: {"v": 5, "sig": b"0"},
+    "signature is not ASCII": lambda: {"v": 5, "sig": "é"},
+    "signature is a lone surrogate": lambda: {"v": 5, "sig": "\ud800"},
+    "set": lambda: {"v": 5, "sig": "0" * 64, "plan": {1, 2}},
+    "NaN": lambda: {"v": 5, "sig": "0" * 64, "plan": float("nan")},
+    "mixed keys": lambda: {"v": 5, "sig": "0" * 64, 1: 2, "a": 3},
+    "lone surrogate": lambda: {"v": 5, "sig": "0" * 64, "plan": "\ud800"},
+    "huge": lambda: {"v": 5, "sig": "0" * 64, "plan": "x" * 10**6},
+    "no hexadecimal": lambda: {"v": 5, "sig": "0" * 64, "plan": "é", "ids": ""},
+    "plan is a list": lambda: {"v": 5, "sig": "0" * 64, "plan": ["AAAA"]},
+    "nested field": lambda: {"v": 5, "sig": "0" * 64, "plan": nested(100_000)},
     "nested version": lambda: {"v": nested(100_000)},
 }
 
@@ -279,7 +279,7 @@ def signed(ids: bytes | None = None, raw: bytes | None = None, **fields: Any) ->
         raw = changed(bytes.fromhex(body["plan"]), **fields)
     if ids is None:
         ids = bytes.fromhex(body["ids"])
-    return {WIRE_KEY: {"v": 4, "plan": raw.hex(), "ids": ids.hex(), "sig": _sign(raw, ids, SECRET)}}
+    return {WIRE_KEY: {"v": 5, "plan": raw.hex(), "ids": ids.hex(), "sig": _sign(raw, ids, SECRET)}}
 
 
 @pytest.mark.parametrize(
@@ -294,9 +294,9 @@ def signed(ids: bytes | None = None, raw: bytes | None = None, **fields: Any) ->
         {"kinds": b"xfx"},
         {"ids": b"abc"},  # no whole id
         {"ids": b""},
-        {"captures": [["k", "a", 1]]},
+        {"captures": [["k", "a", 1, 0, 0, 0]]},
         {"captures": [["k", 1]]},
-        {"captures": [["k", 0, 1, 0, 0, 0]]},
+        {"captures": [["k", 0, 1, 0, 0, 0, 0]]},
         {"epoch": "x"},
         {"epoch": None},
         {"order": ["unknown", [], []]},
@@ -306,7 +306,7 @@ def signed(ids: bytes | None = None, raw: bytes | None = None, **fields: Any) ->
         {"order": ["forget", [[1]], []]},
         {"order": ["prefetch", [1], []]},
         {"epoch": float("inf")},
-        {"captures": [["k", 0, float("inf")]]},
+        {"captures": [["k", 0, float("inf"), 0, 0, 0]]},
         {"raw": b""},
         {"raw": b"[]\n\n\n"},
         {"raw": b"[" * 100_000 + b"\n\n\n"},

@@ -33,15 +33,19 @@ def check_url(url: object, name: str) -> str:
     return url
 
 
+def has_password(url: str) -> bool:
+    """Also where the URL cannot be read."""
+    try:
+        parts = urlsplit(url)
+        return parts.password is not None or "password" in parse_qs(parts.query)
+    except ValueError:
+        return True
+
+
 def check_public_url(url: object, name: str) -> str:
     """The same for a setting that is logged. Raises InvalidConfig for a URL with a password too."""
     checked = check_url(url, name)
-    try:
-        parts = urlsplit(checked)
-        has_password = parts.password is not None or "password" in parse_qs(parts.query)
-    except ValueError:
-        has_password = True
-    if has_password:
+    if has_password(checked):
         raise InvalidConfig(
             f"{name} holds a password, and vLLM shows this setting in its log. Give the whole URL in "
             f"${VARIABLE} instead, or the password in $PGPASSWORD or a password file."

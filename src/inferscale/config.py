@@ -15,7 +15,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_args
 
-from inferscale.catalog_url import check_public_url, check_url
+from inferscale.catalog_url import check_public_url, check_url, has_password
 from inferscale.errors import InvalidConfig, InvalidInput
 from inferscale.fact_order import FactOrder, parse_order
 from inferscale.tail import Tail
@@ -126,6 +126,9 @@ class ConnectorConfig:
     """The same on disk, for each worker; it outlives the engine. 0: none."""
     disk_dir: str | None = None
     """Folder of the copies on disk."""
+    cold_location: str | None = None
+    """Folder that several servers mount, or a URL of fsspec such as s3://bucket/prefix, for copies that they
+    share: a user's KV is then loaded where it was not encoded. None: no copies are shared."""
     encryption_key_file: str | None = None
     """File with the key that they are encrypted with; without one, $INFERSCALE_ENCRYPTION_KEY. The server's
     memory takes the same where `server` names no other."""
@@ -168,6 +171,18 @@ class ConnectorConfig:
             )
         if self.disk_bytes and self.disk_dir is None:
             raise InvalidConfig("disk_size_bytes is given without disk_dir; name the folder of the copies.")
+        if self.cold_location is not None and (
+            not isinstance(self.cold_location, str) or not self.cold_location
+        ):
+            raise InvalidConfig(
+                f"cold_location is {self.cold_location!r}; allowed is a folder's path or a URL such as "
+                "s3://bucket/prefix."
+            )
+        if self.cold_location is not None and has_password(self.cold_location):
+            raise InvalidConfig(
+                "cold_location holds a password, and vLLM shows this setting in its log. Give it in the "
+                "environment, as AWS_SECRET_ACCESS_KEY or FSSPEC_SFTP_PASSWORD."
+            )
         _check_path(self.encryption_key_file, "encryption_key_file")
         share = self.max_share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:

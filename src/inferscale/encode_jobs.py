@@ -5,14 +5,18 @@ Reads the catalog through the encoder and asks the engine what its pool holds; r
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from inferscale.conversation import Conversation
 from inferscale.encoder import EncodeJob, Encoder
 from inferscale.facts import Scope
 from inferscale.plan import Span
+from inferscale.pool.shared_store import PARTS
 from inferscale.runtime.residency import ResidencyClient
+
+logger = logging.getLogger(__name__)
 
 _KEYS_AT_ONCE = 10_000
 _MAX_WAITING = 64
@@ -40,7 +44,24 @@ class JobChooser:
     def strays(self) -> list[str]:
         """Keys of segments on disk that no fact has: it was deleted while the engine did not run, or they
         were turns of a talk. Raises EngineError where the engine does not answer."""
-        found = self._residency.keys("disk")
+        return self._unknown(self._residency.keys("disk"))
+
+    def shared_strays(self) -> Iterator[list[str]]:
+        """The same of the store that servers share, a part at a time; none, and a warning, where it is of
+        another catalog. Raises EngineError."""
+        if not self._residency.owns_shared(self.encoder.catalog.identity()):
+            logger.warning(
+                "The shared KV is of servers with another catalog, so what belongs to no fact is not "
+                "removed. Give servers that share KV one catalog, or others another location."
+            )
+            return
+        for part in PARTS:
+            strays = self._unknown(self._residency.shared_keys(part))
+            if strays:
+                yield strays
+
+    def _unknown(self, found: Sequence[str]) -> list[str]:
+        """Those of the keys that no fact has."""
         strays: list[str] = []
         for start in range(0, len(found), _KEYS_AT_ONCE):
             asked = found[start : start + _KEYS_AT_ONCE]

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from itertools import groupby, islice
 from typing import NamedTuple
 
@@ -380,7 +381,11 @@ class Encoder:
         """The plan that makes the connector inject a job's segments and capture its spans."""
         scope = job.scope
         digest = scope_digest(scope.user_id, scope.agent_id, scope.run_id)
-        return Plan(self.model, digest, job.epoch, segments=job.segments, captures=job.captures)
+        captures = job.captures
+        if job.fact_ids:
+            anchor = self._anchor_key
+            captures = tuple(replace(span, shared=span.key != anchor) for span in captures)
+        return Plan(self.model, digest, job.epoch, segments=job.segments, captures=captures)
 
     def is_outdated(self, job: EncodeJob) -> bool:
         """Whether something of the job's scope was deleted since it was planned: it may hold that text."""

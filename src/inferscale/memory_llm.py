@@ -134,6 +134,8 @@ class MemoryLLM:
             self.memory.extraction = extraction or self._own_extraction()
         if connector.disk_bytes:
             self._forget_strays()
+        if connector.cold_location is not None:
+            self._forget_shared_strays()
 
     def _check_engine(self) -> None:
         """`verdict`: of the self-check. Where it refuses injection, facts are text, and none is encoded."""
@@ -145,6 +147,12 @@ class MemoryLLM:
         with _only_logged("Comparing KV on disk with the facts"):
             strays = self.runner.jobs.strays()
             if strays:
+                self.engine.order(Order("forget", tuple(strays)))
+
+    def _forget_shared_strays(self) -> None:
+        """The same of KV that servers share."""
+        with _only_logged("Comparing shared KV with the facts"):
+            for strays in self.runner.jobs.shared_strays():
                 self.engine.order(Order("forget", tuple(strays)))
 
     def _own_extraction(self) -> Inference:

@@ -14,6 +14,7 @@ Wire history
         then shows at once that the plan is ours and that the segments stand there
     3   the caller's own cache salt
     4   captures whose place is noted wrongly, for the self-check; segments that are the mean of two captures
+    5   captures that servers share
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any, Literal, cast, get_args, overload
 from inferscale.errors import PlanRejected
 
 WIRE_KEY = "inferscale"
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 OTHER_MODEL = "the plan was made for another model or adapter"
 """Why a plan is not carried out whose model is not what the connector has, as after a reload of weights."""
 ENCODER_VERSION = 1
@@ -131,6 +132,7 @@ class Span:
     part: 0: the whole segment. 1: the first of two captures of it, which nobody can use yet. 2: the second
     one; the mean of both, with keys turned to one place, is then the segment. Where the pool does not hold
     the first, the second is not captured.
+    shared: whether servers that share copies of KV share this one: of a fact, whose deletion takes it back.
     """
 
     key: str
@@ -138,6 +140,7 @@ class Span:
     end: int
     misplaced_blocks: int = 0
     part: int = 0
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +241,7 @@ def to_wire(plan: Plan, secret: bytes) -> dict[str, Any]:
         plan.model,
         plan.scope,
         plan.epoch,
-        [[c.key, c.start, c.end, c.misplaced_blocks, c.part] for c in plan.captures],
+        [[c.key, c.start, c.end, c.misplaced_blocks, c.part, int(c.shared)] for c in plan.captures],
         None if order is None else [order.op, list(order.keys), [list(epoch) for epoch in order.epochs]],
         plan.caller_salt,
     ]
@@ -301,7 +304,7 @@ def from_wire(params: object, secret: bytes, prompt_ids: Sequence[int] = ()) -> 
             scope=str(scope),
             epoch=int(epoch),
             segments=segments,
-            captures=tuple([Span(str(key), *map(int, places)) for key, *places in captures]),
+            captures=tuple([_read_span(*span) for span in captures]),
             order=None if order is None else _read_order(order),
             id=str(plan_id),
             caller_salt=str(caller_salt),
@@ -317,6 +320,10 @@ def _pack_opening(prompt_ids: Sequence[int], num_tokens: int) -> bytes:
         return struct.pack(f"{len(opening)}i", *opening)  # twice as fast as array
     except struct.error:
         return b""
+
+
+def _read_span(key: Any, start: Any, end: Any, misplaced: Any, part: Any, shared: Any) -> Span:
+    return Span(str(key), int(start), int(end), int(misplaced), int(part), bool(shared))
 
 
 def _read_order(order: Any) -> Order:

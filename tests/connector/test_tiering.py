@@ -13,7 +13,8 @@ from symbolic_engine import PAGE_SIZE, TOKEN_BYTES, SymbolicEngine, key_of, segm
 
 from inferscale.config import ConnectorConfig
 from inferscale.connector import tiering as tiering_module
-from inferscale.connector.tiering import Tiering, open_tiering
+from inferscale.connector.tiering import Tiering
+from inferscale.connector.tiers_at_start import open_tiering
 from inferscale.errors import InvalidConfig
 from inferscale.plan import Order, Plan, Span
 from inferscale.pool.disk import DiskStore

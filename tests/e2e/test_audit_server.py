@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from inferscale import Client
-from inferscale.catalog import CATALOG_FILE, CatalogTraces
+from inferscale.catalog import CatalogTraces
+from inferscale.catalog.opening import open_database
 from inferscale.facts import Scope
 from inferscale.operations.audit import KV_FOLDER, Audit, audit
 from memory_server import MemoryServer, serving
@@ -45,7 +46,7 @@ def test_nothing_is_left_in_any_tier(server: MemoryServer, tmp_path: Path) -> No
     folder = tmp_path / "memory"
     server.add("ana", *TEXTS)
     server.add("bob", SHARED, "Bob has a boat.")
-    traces = CatalogTraces(folder / CATALOG_FILE)
+    traces = CatalogTraces(open_database(folder))
     keys, others = traces.keys(ANA), traces.keys(BOB)
     traces.close()
     assert len(keys) == len(TEXTS)

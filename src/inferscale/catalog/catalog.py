@@ -7,6 +7,7 @@ searching; stores text exactly as given.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from inferscale.catalog import additions as _additions
 from inferscale.catalog import blocks as _blocks
 from inferscale.catalog import changes as _changes
+from inferscale.catalog import cursors as _cursors
 from inferscale.catalog import expiry as _expiry
 from inferscale.catalog import imports as _imports
 from inferscale.catalog import inferred as _inferred
@@ -80,6 +82,12 @@ class Catalog:
     def change_token(self) -> ChangeToken:
         """Cheap to get; differs from an earlier one if any process wrote to the catalog since."""
         return self._database.change_token()
+
+    def identity(self) -> str:
+        """Tells this catalog from others, and nothing of what it holds."""
+        with self._database.read() as connection:
+            key = _cursors.read_key(connection)
+        return hashlib.blake2b(key, person=b"identity", digest_size=16).hexdigest()
 
     # --- facts -------------------------------------------------------------------------------
 

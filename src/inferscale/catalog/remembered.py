@@ -34,7 +34,14 @@ class RememberedReads:
         self._catalog = catalog
         self._lock = threading.Lock()
         self._token: ChangeToken | None = None
+        self._has_asked = False
         self._clear()
+
+    @property
+    def _asked(self) -> Catalog:
+        """For what is not remembered: whether somebody has written meanwhile is then looked up again."""
+        self._has_asked = True
+        return self._catalog
 
     def _clear(self) -> None:
         self._known: set[Scope] = set()
@@ -48,7 +55,7 @@ class RememberedReads:
 
     def has_facts(self, filter: Scope) -> bool:
         def read() -> bool:
-            if filter not in self._known and self._catalog.has_facts(filter):
+            if filter not in self._known and self._asked.has_facts(filter):
                 self._known.add(filter)
             return filter in self._known
 
@@ -57,7 +64,7 @@ class RememberedReads:
     def scope_codes(self, filter: Scope) -> list[int]:
         def read() -> list[int]:
             if filter not in self._codes:
-                self._codes[filter] = self._catalog.feed.scope_codes(filter)
+                self._codes[filter] = self._asked.feed.scope_codes(filter)
             return self._codes[filter]
 
         return self._of_one_state(read, lambda: self._catalog.feed.scope_codes(filter))
@@ -65,7 +72,7 @@ class RememberedReads:
     def scope_marks(self, scope: Scope) -> list[ScopeMark]:
         def read() -> list[ScopeMark]:
             if scope not in self._marks:
-                self._marks[scope] = self._catalog.feed.scope_marks(scope)
+                self._marks[scope] = self._asked.feed.scope_marks(scope)
             return self._marks[scope]
 
         return self._of_one_state(read, lambda: self._catalog.feed.scope_marks(scope))
@@ -73,7 +80,7 @@ class RememberedReads:
     def next_expiry(self) -> float | None:
         def read() -> float | None:
             if not self._next_expiry:
-                self._next_expiry.append(self._catalog.next_expiry())
+                self._next_expiry.append(self._asked.next_expiry())
             return self._next_expiry[0]
 
         return self._of_one_state(read, self._catalog.next_expiry)
@@ -83,7 +90,7 @@ class RememberedReads:
 
         def read() -> FoundBlocks:
             if (scope, model) not in self._blocks:
-                self._blocks[scope, model] = self._catalog.blocks(scope, model)
+                self._blocks[scope, model] = self._asked.blocks(scope, model)
             return self._blocks[scope, model]
 
         found = self._of_one_state(read, lambda: self._catalog.blocks(scope, model))
@@ -100,7 +107,7 @@ class RememberedReads:
             if len(self._facts) + len(missing) > MAX_FACTS:
                 self._facts, self._keys, missing = {}, {model: (keys := {})}, wanted
             if missing or filter not in self._epochs:
-                found = self._catalog.found_facts(filter, missing, model)
+                found = self._asked.found_facts(filter, missing, model)
                 self._facts.update(found.facts)
                 self._epochs[filter] = found.epoch
                 keys.update({seq: found.keys.get(fact.id) for seq, fact in found.facts.items()})
@@ -119,8 +126,9 @@ class RememberedReads:
                 if token != self._token:
                     self._clear()
                     self._token = token
+                self._has_asked = False
                 answer = read()
-                if self._catalog.change_token() == token:
+                if not self._has_asked or self._catalog.change_token() == token:
                     return answer
                 self._token = None
         return read_directly()

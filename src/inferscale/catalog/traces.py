@@ -92,7 +92,7 @@ class CatalogTraces:
         with self._database.read() as connection:
             return any(
                 connection.execute(
-                    f"SELECT EXISTS (SELECT 1 FROM {table} WHERE instr({column}, ?))", (shape,)
+                    f"SELECT EXISTS (SELECT 1 FROM {table} WHERE instr({column}, ?) > 0)", (shape,)
                 ).fetchone()[0]
                 for table, column in _TEXTS
                 for shape in shapes

@@ -12,6 +12,7 @@ from inferscale.cli.options import json_option, read_api_key
 from inferscale.cli.output import emit
 
 _KEY_VARIABLE = "VLLM_API_KEY"
+_LOWER = ("host", "disk", "cold")
 _USE = {"injected": "injected", "cached": "cached", "prefilled": "missing"}
 """What became of the facts that plans named, by the counters that tell it."""
 
@@ -36,7 +37,7 @@ class TierStatus(NamedTuple):
 def tiers_of(stats: Mapping[str, Any]) -> list[TierStatus]:
     """Tiers from the server's numbers, nearest first."""
     pages, free = int(stats.get("pages", 0)), int(stats.get("free_pages", 0))
-    loaded = sum(int(stats.get(f"{name}_hits", 0)) for name in ("host", "disk"))
+    loaded = sum(int(stats.get(f"{name}_hits", 0)) for name in _LOWER)
     tiers = [
         TierStatus(
             "pool",
@@ -49,7 +50,7 @@ def tiers_of(stats: Mapping[str, Any]) -> list[TierStatus]:
             None,
         )
     ]
-    for name in ("host", "disk"):
+    for name in _LOWER:
         if f"{name}_segments" not in stats:
             continue
         used, capacity, hits = (int(stats[f"{name}_{what}"]) for what in ("bytes", "capacity_bytes", "hits"))

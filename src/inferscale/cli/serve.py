@@ -42,6 +42,7 @@ from inferscale.config import (
     default_runtime_dir,
 )
 from inferscale.encryption import check_installed
+from inferscale.pool.places import open_place
 from inferscale.runtime.folder_lock import remove_stale_runtime_dirs
 
 _DEFAULT = ServerConfig()
@@ -98,6 +99,12 @@ class Serve(click.Command):
     callback=read_tier_size,
     help="The same on disk, in the folder kv of the data folder; it is there after a restart with the same "
     "model, --pool-dtype, --tensor-parallel-size and encryption key. A start with another removes it.",
+)
+@click.option(
+    "--cold",
+    metavar="LOCATION",
+    help="Where servers that share a --catalog share copies of the facts' KV too: a folder that all mount, "
+    "or a URL such as s3://bucket/prefix. What one has encoded the others load from there.",
 )
 @click.option(
     "--window",
@@ -232,6 +239,7 @@ def settings_of(given: Mapping[str, Any]) -> tuple[ConnectorConfig, ServerConfig
         host_size_bytes=given["host_size"],
         disk_size_bytes=disk_size,
         disk_dir=str((data_dir or default_data_dir()).absolute() / KV_FOLDER) if disk_size else None,
+        cold_location=_located(given["cold"]),
         encryption_key_file=None if key_file is None else str(key_file.absolute()),
         injection_path=given["injection_path"],
         self_check=given["self_check"],
@@ -289,6 +297,15 @@ def check_free(host: str, port: int) -> None:
             ) from error
         except (OverflowError, UnicodeError):
             return
+
+
+def _located(cold: str | None) -> str | None:
+    """A folder by its whole path. Refused here where it cannot be used, not after the model was loaded."""
+    if cold is None:
+        return None
+    located = cold if "://" in cold else str(Path(cold).absolute())
+    open_place(located)
+    return located
 
 
 def _absolute(embedder: str | None) -> str | None:

@@ -119,7 +119,7 @@ class Captures:
             padding = [0] * (shift // group.block_size)
             builder.add(rows, start + shift, padding + block_ids if padding else block_ids)
         if is_whole and self._tiering is not None and span.part != 1:
-            self._tiering.save(entry, span.start + shift, state.plan.scope)
+            self._tiering.save(entry, span.start + shift, state.plan.scope, shared=span.shared)
 
     def _entry_for(self, span: Span, state: RequestState, piece: Piece | None, is_held: bool) -> Entry | None:
         """Where to write a span, or the rest of it. Else None, and the span is given up: it is there already,

@@ -32,14 +32,17 @@ from inferscale.connector.disk_formats import remove_unused
 from inferscale.connector.loaded_rotary import model_rotary
 from inferscale.connector.messages import StepOrders, StepReport
 from inferscale.connector.scheduler import SchedulerSide
-from inferscale.connector.tiering import open_tiering
+from inferscale.connector.tiers_at_start import open_tiering
 from inferscale.connector.worker import WorkerSide
 from inferscale.encryption import find_key
 from inferscale.errors import InvalidConfig, UnsupportedLayout
 from inferscale.plan import WIRE_KEY
-from inferscale.pool.disk import DiskStore, format_name
+from inferscale.pool.disk import DiskStore
+from inferscale.pool.places import open_place
 from inferscale.pool.row_format import RowFormat
 from inferscale.pool.sealing import Sealing
+from inferscale.pool.segment_file import SegmentFile, format_name
+from inferscale.pool.shared_store import SharedStore
 from inferscale.pool.slab import num_pages
 from inferscale.pool.table import PageTable
 from inferscale.runtime.engine_log import share_engine_log
@@ -132,7 +135,9 @@ class InferScaleConnector(KVConnectorBase_V1, SupportsHMA):
             row_bytes=self._format.row_bytes,
             model=model,
             secret=load_secret(self._runtime_dir),
-            tiering=open_tiering(self.config, table, store, self._num_ranks, steps_at_once),
+            tiering=open_tiering(
+                self.config, table, store, self._num_ranks, steps_at_once, self._shared_store(model, 0)
+            ),
         )
         if self.config.disk_bytes:
             remove_unused(store.folder.parent)
@@ -149,13 +154,31 @@ class InferScaleConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _store(self, model: str, rank: int) -> DiskStore:
         """The segments of one rank on disk; of use only where there is room for any."""
-        row_bytes = self._format.row_bytes
         folder = Path(self.config.disk_dir or ".")
-        key = find_key(self.config.encryption_key_file) if self.config.disk_bytes else None
-        sealing = None if key is None else Sealing(key)
-        rows = f"{model}/{self._format.name}{self._cache.order}"
-        name = format_name(rows, row_bytes, self._num_ranks, sealing)
-        return DiskStore(folder, name, rank, row_bytes, sealing)
+        sealing = self._sealing() if self.config.disk_bytes else None
+        name = self._format_name(model, sealing)
+        return DiskStore(folder, name, rank, self._format.row_bytes, sealing)
+
+    def _shared_store(self, model: str, rank: int) -> SharedStore | None:
+        """The segments of one rank that servers share; None where they do not."""
+        if self.config.cold_location is None:
+            return None
+        sealing = self._sealing()
+        file = SegmentFile(self._format.row_bytes, sealing)
+        place = open_place(self.config.cold_location)
+        return SharedStore(place, self._format_name(model, sealing), rank, file)
+
+    def _sealing(self) -> Sealing | None:
+        key = find_key(self.config.encryption_key_file)
+        return None if key is None else Sealing(key)
+
+    def _format_name(self, model: str, sealing: Sealing | None) -> str:
+        return format_name(
+            f"{model}/{self._format.name}{self._cache.order}",
+            self._format.row_bytes,
+            self._num_ranks,
+            sealing,
+        )
 
     # scheduler side ---------------------------------------------------------------------------
 
@@ -273,6 +296,9 @@ class InferScaleConnector(KVConnectorBase_V1, SupportsHMA):
             [group.block_size for group in self._cache.groups],
             lambda: compat.free_bytes_per_worker(self._vllm_config, layers[0].cache.device),
             self._opened_store() if self.config.disk_bytes else None,
+            self._shared_store(compat.model_fingerprint(self._vllm_config), compat.worker_rank())
+            if self.config.cold_location is not None
+            else None,
         )
         compat.watch_weights(layers, self.worker.note_new_weights)
         # Both sides count pages by this size: orders must not name rows that a worker does not have.

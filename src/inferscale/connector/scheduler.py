@@ -38,6 +38,7 @@ from inferscale.connector.tiering import Tiering, Wait
 from inferscale.errors import EngineError, PlanRejected
 from inferscale.plan import OTHER_MODEL, Order, Plan, from_wire, salt_of
 from inferscale.pool.moves import GroupMoves, MovesBuilder, build_groups
+from inferscale.pool.shared_tier import SharedTier
 from inferscale.pool.table import PageTable
 
 logger = logging.getLogger(__name__)
@@ -442,13 +443,19 @@ class SchedulerSide:
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         """Answer the residency socket. Runs in another thread: reads, never mutates."""
         op = question.get("op")
+        if op in ("residency", "below") and self.tiering is not None:
+            self.tiering.look_up(question["keys"])
         if op == "residency":
             return {"resident": [self._has(key) for key in question["keys"]]}
         if op == "below":
             return {"below": [self._is_below(key) for key in question["keys"]]}
         if op == "keys":
+            if question["tier"] == "cold":
+                return {"keys": [] if self._shared is None else self._shared.keys_in(question["part"])}
             tiers = () if self.tiering is None else self.tiering.tiers
             return {"keys": next((tier.all_keys() for tier in tiers if tier.name == question["tier"]), [])}
+        if op == "owns":
+            return {"owns": self._shared is not None and self._shared.belongs_to(question["catalog"])}
         if op == "outcome":
             outcome = self.outcomes.get(question["id"])
             if isinstance(outcome, RequestState):
@@ -458,7 +465,13 @@ class SchedulerSide:
             return {"stats": self.stats()}
         if op == "engine":
             return {"engine": {"model": self.model}}
-        raise ValueError(f"unknown op {op!r}; known are residency, below, keys, outcome, stats and engine")
+        raise ValueError(
+            f"unknown op {op!r}; known are residency, below, keys, owns, outcome, stats and engine"
+        )
+
+    @property
+    def _shared(self) -> SharedTier | None:
+        return None if self.tiering is None else self.tiering.shared
 
     def _has(self, key: str) -> bool:
         """Whether a request can have this segment's KV: from the pool, or from below it."""

@@ -14,17 +14,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from inferscale.config import ConnectorConfig, TierWait
+from inferscale.config import TierWait
 from inferscale.connector.locate import Placement
 from inferscale.connector.pace import Pace
-from inferscale.errors import EngineError, InvalidConfig
-from inferscale.pool.disk import DiskStore, Listed
+from inferscale.pool.disk import Listed
+from inferscale.pool.shared_tier import SharedTier
 from inferscale.pool.table import Entry, PageTable
 from inferscale.pool.tiers import (
     Answers,
+    AnyTier,
     Copy,
     Drop,
     Load,
@@ -52,7 +53,7 @@ class _Loading:
     """source: the tier that is read. kept: also going into host memory. is_forgotten: meanwhile. is_ahead: no
     request asked for it when it was ordered."""
 
-    source: Tier
+    source: AnyTier
     kept: bool
     start_s: float
     is_forgotten: bool = False
@@ -71,20 +72,23 @@ class Wait:
 
 
 class Tiering:
-    """tiers: nearest first. size_of: bytes that a segment of so many tokens takes in a tier, on each rank.
-    wait: whether requests wait for loads, as in `ConnectorConfig.tier_wait`. steps_at_once: as in `Pace`."""
+    """tiers: nearest first. shared: the last one, where it is of several servers. size_of: bytes that a
+    segment of so many tokens takes in a tier, on each rank. wait: whether requests wait for loads, as in
+    `ConnectorConfig.tier_wait`. steps_at_once: as in `Pace`."""
 
     def __init__(
         self,
         table: PageTable,
-        tiers: list[Tier],
+        tiers: Sequence[Tier],
         size_of: Callable[[TierName, int], int],
         num_ranks: int,
         wait: TierWait = "auto",
         steps_at_once: int = 1,
+        shared: SharedTier | None = None,
     ) -> None:
         self.table = table
-        self.tiers = tiers
+        self.shared = shared
+        self.tiers: list[AnyTier] = [*tiers, *(() if shared is None else (shared,))]
         self._size_of = size_of
         self._wait = wait
         self._saved: Answers[Saved] = Answers(num_ranks)
@@ -98,13 +102,21 @@ class Tiering:
         self.saves_failed = 0
         self.waits_refused = 0
 
-    def find(self, key: str, num_tokens: int | None = None) -> Tier | None:
+    def find(self, key: str, num_tokens: int | None = None) -> AnyTier | None:
         """The nearest tier that a segment can be loaded from. Safe from any thread."""
         for tier in self.tiers:
             copy = tier.get(key)
             if copy is not None and tier.find(key, copy.num_tokens if num_tokens is None else num_tokens):
                 return tier
         return None
+
+    def look_up(self, keys: Iterable[str]) -> None:
+        """Find out which of the keys other servers have saved, of those that are nowhere here. For other
+        threads than the engine's: it may wait."""
+        if self.shared is not None:
+            self.shared.look_up(
+                [key for key in keys if not self.table.is_resident(key) and self.find(key) is None]
+            )
 
     # up ---------------------------------------------------------------------------------------
 
@@ -215,21 +227,23 @@ class Tiering:
         copy = tier.get(key)
         assert copy is not None
         copy.is_loading = True
-        keep = tier.name == "disk" and self._admit("host", key, num_tokens, copy.owner)
+        keep = tier.name != "host" and self._admit("host", key, num_tokens, copy.owner)
         self._loading[key] = _Loading(tier, keep, time.monotonic())
         self._orders.loads.append(Load(key, entry.packed_rows, tier.name, keep))
         return True
 
     # down -------------------------------------------------------------------------------------
 
-    def save(self, entry: Entry, origin: int, owner: str) -> None:
-        """Order copies of a segment that this step captures, where no tier has one."""
+    def save(self, entry: Entry, origin: int, owner: str, *, shared: bool = False) -> None:
+        """Order copies of a segment that this step captures, where no tier has one. shared: one for other
+        servers too."""
         self._num_saves += 1
         number = self._num_saves
         names = [
             tier.name
             for tier in self.tiers
-            if self._admit(tier.name, entry.key, entry.num_tokens, owner, number)
+            if (shared or tier is not self.shared)
+            and self._admit(tier.name, entry.key, entry.num_tokens, owner, number)
         ]
         if names:
             self._orders.saves.append(Save(entry.key, entry.packed_rows, origin, tuple(names), number))
@@ -249,7 +263,10 @@ class Tiering:
         gone = set(keys)
         cancelled = [save.key for save in self._orders.saves if save.key in gone]
         self._orders.saves = [save for save in self._orders.saves if save.key not in gone]
-        self.forget(cancelled)
+        if self.shared is not None:
+            for key in cancelled:
+                self.shared.remove(key)
+        self._forget(cancelled, [tier for tier in self.tiers if tier is not self.shared])
 
     def _admit(self, name: TierName, key: str, num_tokens: int, owner: str, save: int = 0) -> bool:
         for tier in self.tiers:
@@ -283,6 +300,8 @@ class Tiering:
                 tier.ready(saved.key)
             else:
                 tier.remove(saved.key)
+                if tier is self.shared:  # another server's may be there, and is as good
+                    continue
                 self._orders.drops.append(Drop(tier.name, (saved.key,)))
         for key, is_good in self._loaded.note(answers.loaded, answers.not_loaded):
             self._complete_load(key, is_good)
@@ -314,31 +333,42 @@ class Tiering:
             # A copy that had to make room while it came is in the worker's memory all the same.
             if tier.name in names and (is_lost or tier.get(key) is None):
                 tier.remove(key)
+                if tier is self.shared:  # others may read what could not be read here
+                    continue
                 self._orders.drops.append(Drop(tier.name, (key,)))
 
     def forget(self, keys: Iterable[str]) -> int:
-        """Remove all copies; how many segments had one. A load that is under way ends in nothing."""
-        wanted = list(keys)
+        """Remove all copies, for good; how many segments had one. A load under way comes to nothing."""
+        return self._forget(list(keys), self.tiers)
+
+    def clear(self) -> int:
+        """Forget everything, as where the engine has other weights from now on."""
+        if self.shared is not None and not self.shared.is_off:
+            logger.warning("KV that servers share is not used any more by this one: its cache was reset")
+            self.shared.switch_off()
+        tiers = [tier for tier in self.tiers if tier is not self.shared]
+        return self._forget(list({key for tier in tiers for key in tier.all_keys()}), tiers)
+
+    def _forget(self, wanted: list[str], tiers: Iterable[AnyTier]) -> int:
         known: set[str] = set()
         for key in wanted:
             if key in self._loading:
                 self._loading[key].is_forgotten = True
-        for tier in self.tiers:
+        for tier in tiers:
             gone = [key for key in wanted if tier.remove(key)]
             known.update(gone)
-            # Also those that nothing is known of: a file may lie there from another start.
-            ordered = wanted if tier.name == "disk" else gone
+            # Also those that nothing is known of: a file may lie there from another start, or server.
+            ordered = gone if tier.name == "host" else wanted
             if ordered:
-                self._orders.drops.append(Drop(tier.name, tuple(ordered)))
+                self._orders.drops.append(Drop(tier.name, tuple(ordered), for_good=True))
         return len(known)
-
-    def clear(self) -> int:
-        return self.forget({key for tier in self.tiers for key in tier.all_keys()})
 
     def close(self) -> None:
         """Let others have the files."""
         if self.lock is not None:
             self.lock.release()
+        if self.shared is not None:
+            self.shared.close()
 
     def stats(self) -> dict[str, int]:
         return {
@@ -358,54 +388,3 @@ def _without(saves: list[Save], name: TierName, keys: Iterable[str]) -> list[Sav
         for save in saves
     ]
     return [save for save in kept if save.tiers]
-
-
-def open_tiering(
-    config: ConnectorConfig, table: PageTable, store: DiskStore, num_ranks: int, steps_at_once: int = 1
-) -> Tiering | None:
-    """The tiers that the settings name, with what an earlier engine left on disk; None without any.
-
-    store: of the first rank, whose files stand for those of all; what only others have is removed. So are
-    files beyond the tier's size, the oldest first. Where another engine uses the files, this one goes
-    without. Raises InvalidConfig where the folder cannot be used.
-    """
-    tiers: list[Tier] = []
-    if config.host_bytes:
-        tiers.append(Tier("host", config.host_bytes, config.max_share))
-    lock = _locked(config, store) if config.disk_bytes else None
-    if lock is not None:
-        tiers.append(Tier("disk", config.disk_bytes, config.max_share))
-    if not tiers:
-        return None
-
-    def size_of(name: TierName, num_tokens: int) -> int:
-        return store.size_of(num_tokens) if name == "disk" else num_tokens * store.token_bytes
-
-    tiering = Tiering(table, tiers, size_of, num_ranks, config.tier_wait, steps_at_once)
-    if lock is not None:
-        tiering.lock = lock
-        found = sorted(store.scan(), key=lambda file: file.used_s)
-        known = {file.key for file in found}
-        for other in map(store.of_rank, range(1, num_ranks)):
-            for file in other.scan():  # of a process that was killed: nothing would ever remove it
-                if file.key not in known:
-                    other.remove(file.key)
-        tiering.restore(found)
-    return tiering
-
-
-def _locked(config: ConnectorConfig, store: DiskStore) -> FolderLock | None:
-    """The lock of the files, None where another engine has it: each knows only what it wrote itself."""
-    try:
-        store.open()
-        return FolderLock(store.folder.parent)
-    except EngineError:
-        logger.warning(
-            "Another engine uses the KV in %s; this one keeps none on disk. Give it a disk_dir of its own.",
-            config.disk_dir,
-        )
-        return None
-    except OSError as error:
-        raise InvalidConfig(
-            f"disk_dir {config.disk_dir} cannot be used: {error}. Name a folder that you can write to."
-        ) from error

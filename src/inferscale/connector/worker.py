@@ -28,6 +28,7 @@ from inferscale.pool.disk import DiskStore
 from inferscale.pool.lower import LowerTiers
 from inferscale.pool.moves import GroupMoves, Int32Array
 from inferscale.pool.row_format import RowFormat
+from inferscale.pool.shared_store import SharedStore
 from inferscale.pool.slab import Slab, num_pages
 from inferscale.rope import Rotary
 from inferscale.row_size import RowShape
@@ -56,6 +57,7 @@ class WorkerSide:
         block_sizes: Sequence[int],
         free_bytes: Callable[[], int],
         disk: DiskStore | None = None,
+        cold: SharedStore | None = None,
     ) -> None:
         self.config = config
         self.layers = layers
@@ -73,8 +75,8 @@ class WorkerSide:
         self.mover = self.parts[0].mover
         """For what any of them does."""
         self.averager = Averager(self.slab, self.parts)
-        has_tiers = disk is not None or config.host_bytes > 0
-        self.lower = LowerTiers(self.slab, disk, self._note_origins) if has_tiers else None
+        has_tiers = disk is not None or cold is not None or config.host_bytes > 0
+        self.lower = LowerTiers(self.slab, disk, self._note_origins, cold) if has_tiers else None
 
     def _divide(self) -> list[Part]:
         """The layers of each KV cache group, with what moves them."""

@@ -1,4 +1,4 @@
-"""A worker's bytes below the pool: segments in host memory and on disk, and their ways up and down.
+"""A worker's bytes below the pool: in host memory, on disk and in a shared store, and their ways up and down.
 
 Down (`save`): rows are gathered on the engine's stream, in step order, and copied to host memory; a thread
 waits for the copy and writes the file. Up (`load`): from host memory on a stream of its own, beside the
@@ -6,7 +6,7 @@ forward pass, from disk by a thread. What is done is told by `take_answers`, in 
 Rows that a load goes to belong to nobody else until it is answered, so no other work has to wait for it.
 
 Down and removal go through one thread in the order they came: a segment that is forgotten while it is
-written does not stay.
+written does not stay. A shared store is slow and has threads of its own, one for each part of the keys.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -25,8 +26,9 @@ import torch
 
 from inferscale.pool.disk import DiskStore
 from inferscale.pool.moves import Int32Array
+from inferscale.pool.shared_store import SharedStore
 from inferscale.pool.slab import Slab
-from inferscale.pool.tiers import Drop, Load, Save, TierAnswers
+from inferscale.pool.tiers import Drop, Load, Save, Saved, TierAnswers, TierName
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +36,9 @@ _READERS = min(8, os.cpu_count() or 1)
 """Threads that read files and check them, which takes longer than the disk."""
 _BATCH_BYTES = 64 * 2**20
 """Of segments that go up from host memory together, which takes as much device memory meanwhile."""
+_COLD_WRITERS = 4
+_COLD_READERS = 16
+_PLACES: dict[TierName, str] = {"disk": "on disk", "cold": "in the shared store"}
 _MAX_PENDING_BYTES = 2**30
 """Of segments that wait to be written: more come than the disk takes, and the rest stays in the pool only."""
 
@@ -47,13 +52,18 @@ class HostCopy(NamedTuple):
 
 class LowerTiers:
     """Of one worker. note_origins: told where loaded rows were captured, rows int32 [n] and positions
-    int32 [n]. disk: None without that tier."""
+    int32 [n]. disk, cold: None without that tier."""
 
     def __init__(
-        self, slab: Slab, disk: DiskStore | None, note_origins: Callable[[Int32Array, Int32Array], None]
+        self,
+        slab: Slab,
+        disk: DiskStore | None,
+        note_origins: Callable[[Int32Array, Int32Array], None],
+        cold: SharedStore | None = None,
     ) -> None:
         self._slab = slab
         self._disk = disk
+        self._cold = cold
         self._note_origins = note_origins
         self._device = slab.data.device
         self._is_cuda = self._device.type == "cuda"
@@ -64,13 +74,21 @@ class LowerTiers:
         self._lock = threading.Lock()
         self._answers = TierAnswers()
         self._coming: list[tuple[Load, Any]] = []  # loads whose copy on the device is under way
-        self._disk_fails = False
+        self._failing: set[TierName] = set()
         self._writer = ThreadPoolExecutor(1, "inferscale-save")
         self._readers = ThreadPoolExecutor(_READERS, "inferscale-load")
+        num_cold = 0 if cold is None else _COLD_WRITERS
+        self._cold_writers = [ThreadPoolExecutor(1, "inferscale-cold-save") for _ in range(num_cold)]
+        self._cold_readers = ThreadPoolExecutor(_COLD_READERS, "inferscale-cold-load")
 
     def drop(self, drops: Iterable[Drop]) -> None:
         for drop in drops:
-            self._writer.submit(self._guarded, partial(self._drop, drop), lambda: None)
+            if drop.tier == "cold":
+                for key in drop.keys:
+                    work = partial(self._drop_shared, key, drop.for_good)
+                    self._cold_writer(key).submit(self._guarded, work, lambda: None)
+            else:
+                self._writer.submit(self._guarded, partial(self._drop, drop), lambda: None)
 
     def load(self, loads: Iterable[Load]) -> None:
         """Once the pages that these segments go to are zeroed, by work of the stream that calls this."""
@@ -82,9 +100,10 @@ class LowerTiers:
             before = _event()
             before.record()
         for load in wanted:
-            if load.source == "disk":
+            if load.source != "host":
                 refused = partial(self._tell, "not_loaded", load.key)
-                self._readers.submit(self._guarded, partial(self._read, load, before), refused)
+                readers = self._readers if load.source == "disk" else self._cold_readers
+                readers.submit(self._guarded, partial(self._read, load, before), refused)
         for batch in self._batches(load for load in wanted if load.source == "host"):
             refused = partial(self._tell, "not_loaded", *(load.key for load, _ in batch))
             self._guarded(partial(self._put, batch, before), refused)
@@ -111,8 +130,10 @@ class LowerTiers:
 
     def close(self) -> None:
         """Finish what is being written."""
-        self._readers.shutdown(wait=True, cancel_futures=True)
-        self._writer.shutdown(wait=True)
+        for readers in (self._readers, self._cold_readers):
+            readers.shutdown(wait=True, cancel_futures=True)
+        for writer in (self._writer, *self._cold_writers):
+            writer.shutdown(wait=True)
         self._host.clear()
 
     # down -------------------------------------------------------------------------------------
@@ -120,7 +141,7 @@ class LowerTiers:
     @torch.inference_mode()
     def _save(self, save: Save) -> None:
         rows = np.frombuffer(save.packed_rows, dtype=np.int32)
-        size = len(rows) * self._row_bytes
+        size = len(rows) * self._row_bytes * len(_ways(save))
         with self._lock:
             has_room = self._pending_bytes + size <= _MAX_PENDING_BYTES
             self._pending_bytes += size if has_room else 0
@@ -146,38 +167,55 @@ class LowerTiers:
             event.record()
         else:
             on_host = gathered
-        refused = partial(self._tell, "not_saved", *save.answers())
-        self._writer.submit(self._guarded, partial(self._write, save, on_host, event), refused)
+        for part in _ways(save):
+            writer = self._cold_writer(save.key) if part.tiers == ("cold",) else self._writer
+            refused = partial(self._tell, "not_saved", *part.answers())
+            writer.submit(self._guarded, partial(self._write, part, on_host, event), refused)
 
     def _write(self, save: Save, rows: torch.Tensor, event: Any) -> None:
+        failed: list[Saved] = []
         try:
             if event is not None:
                 event.synchronize()
-            if "host" in save.tiers:
-                self._host[save.key] = HostCopy(rows, save.origin)
-            is_on_disk = "disk" not in save.tiers or self._write_file(save, rows)
+            for answer in save.answers():
+                if answer.tier == "host":
+                    self._host[save.key] = HostCopy(rows, save.origin)
+                elif not self._write_file(answer.tier, save, rows):
+                    failed.append(answer)
         finally:
             with self._lock:
                 self._pending_bytes -= rows.nbytes
-        failed = [] if is_on_disk else [answer for answer in save.answers() if answer.tier == "disk"]
         with self._lock:
             self._answers.saved += [answer for answer in save.answers() if answer not in failed]
             self._answers.not_saved += failed
 
-    def _write_file(self, save: Save, rows: torch.Tensor) -> bool:
-        """Whether the disk took it. Of failures one behind the other only the first is logged."""
-        assert self._disk is not None
+    def _write_file(self, tier: TierName, save: Save, rows: torch.Tensor) -> bool:
+        """Whether the tier took it. Of failures one behind the other only the first is logged."""
+        is_taken = True
         try:
-            self._disk.write(save.key, _bytes_of(rows), save.origin)
-        except OSError as error:
-            if not self._disk_fails:
-                logger.warning("Segments are not kept on disk: %s", error)
-            self._disk_fails = True
+            if tier == "disk":
+                assert self._disk is not None
+                self._disk.write(save.key, _bytes_of(rows), save.origin)
+            else:
+                assert self._cold is not None
+                is_taken = self._cold.write(save.key, _bytes_of(rows), save.origin)
+        except Exception as error:  # noqa: BLE001 - every file system has errors of its own
+            if tier not in self._failing:
+                logger.warning("Segments are not kept %s: %s", _PLACES[tier], error)
+            self._failing.add(tier)
             return False
-        if self._disk_fails:
-            logger.warning("Segments are kept on disk again")
-        self._disk_fails = False
-        return True
+        if tier in self._failing:
+            logger.warning("Segments are kept %s again", _PLACES[tier])
+        self._failing.discard(tier)
+        return is_taken
+
+    def _drop_shared(self, key: str, for_good: bool) -> None:
+        """Of what was deleted, an object that stays is nobody's: the front end finds it at its next start."""
+        assert self._cold is not None
+        self._cold.remove(key, for_good=for_good)
+
+    def _cold_writer(self, key: str) -> ThreadPoolExecutor:
+        return self._cold_writers[zlib.crc32(key.encode()) % len(self._cold_writers)]
 
     @torch.inference_mode()  # as the rows were made: others may not write to them
     def _drop(self, drop: Drop) -> None:
@@ -207,9 +245,10 @@ class LowerTiers:
             yield batch
 
     def _read(self, load: Load, before: Any) -> None:
-        assert self._disk is not None
+        store = self._disk if load.source == "disk" else self._cold
+        assert store is not None
         num_tokens = len(load.packed_rows) // 4
-        stored = self._disk.read(load.key, num_tokens)
+        stored = store.read(load.key, num_tokens)
         if stored is None:
             self._tell("not_loaded", load.key)
             return
@@ -268,6 +307,14 @@ class LowerTiers:
         except Exception:  # also the root of the threads
             logger.exception("A segment could not be moved between the pool and a lower tier")
             otherwise()
+
+
+def _ways(save: Save) -> list[Save]:
+    """A save to this machine's tiers, and one to the shared store, each where there is any."""
+    near = tuple(tier for tier in save.tiers if tier != "cold")
+    far = tuple(tier for tier in save.tiers if tier == "cold")
+    parts: list[tuple[TierName, ...]] = [near, far]
+    return [save._replace(tiers=part) for part in parts if part]
 
 
 def _bytes_of(rows: torch.Tensor) -> memoryview:

@@ -1,5 +1,7 @@
 """Where segments lie below the pool: host memory and disk. Pure bookkeeping of the scheduler side.
 
+What several servers share lies in a third one (`pool/shared_tier`).
+
     pool ──save: once, with its capture──▶ host memory and disk
      ▲                                          │
      └──load: when a request waits for it───────┘   host memory first
@@ -18,9 +20,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
-TierName = Literal["host", "disk"]
+TierName = Literal["host", "disk", "cold"]
 _PROTECTED_SHARE = 0.8
 """Of a tier, what segments that were loaded again may keep from those that never were."""
 
@@ -201,10 +203,11 @@ class Load(NamedTuple):
 
 
 class Drop(NamedTuple):
-    """Remove copies from a tier."""
+    """Remove copies from a tier. for_good: what they were made of is deleted."""
 
     tier: TierName
     keys: tuple[str, ...]
+    for_good: bool = False
 
 
 @dataclass
@@ -264,7 +267,37 @@ class Answers(Generic[_Order]):
         return complete
 
 
-def sizes_of(tiers: Sequence[Tier]) -> dict[str, int]:
+class AnyTier(Protocol):
+    """What `Tier` and `SharedTier` have in common."""
+
+    name: TierName
+    capacity_bytes: int
+    used_bytes: int
+    num_evicted: int
+    num_hits: int
+    num_prefetched: int
+    load_s: float
+
+    def __len__(self) -> int: ...
+
+    def all_keys(self) -> list[str]: ...
+
+    def get(self, key: str) -> Copy | None: ...
+
+    def find(self, key: str, num_tokens: int) -> bool: ...
+
+    def admit(self, copy: Copy) -> list[str] | None: ...
+
+    def ready(self, key: str) -> None: ...
+
+    def use(self, key: str) -> None: ...
+
+    def use_ahead(self, key: str) -> None: ...
+
+    def remove(self, key: str) -> bool: ...
+
+
+def sizes_of(tiers: Sequence[AnyTier]) -> dict[str, int]:
     """The tiers' part of the statistics."""
     return {
         f"{tier.name}_{name}": value

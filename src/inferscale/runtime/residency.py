@@ -5,6 +5,8 @@ The scheduler side answers; the front end asks. One JSON object a line each way:
     {"op": "residency", "keys": [...]}   → {"resident": [true, ...]}
     {"op": "below", "keys": [...]}       → {"below": [true, ...]}
     {"op": "keys", "tier": "disk"}       → {"keys": [...]}
+    {"op": "keys", "tier": "cold", "part": "ab"} → {"keys": [...]}, of the store that servers share
+    {"op": "owns", "catalog": "..."}     → {"owns": true}, whether what lies in that store is of this catalog
     {"op": "outcome", "id": "..."}       → {"outcome": {...} | null}
     {"op": "stats"}                      → {"stats": {...}}
     {"op": "engine"}                     → {"engine": {"model": "fingerprint"}}
@@ -120,6 +122,14 @@ class ResidencyClient:
     def keys(self, tier: str) -> list[str]:
         """Keys of all segments in a lower tier; none where there is no such tier."""
         return [str(key) for key in self._ask({"op": "keys", "tier": tier})["keys"]]
+
+    def shared_keys(self, part: str) -> list[str]:
+        """Keys of all segments in one part of the store that servers share."""
+        return [str(key) for key in self._ask({"op": "keys", "tier": "cold", "part": part})["keys"]]
+
+    def owns_shared(self, catalog: str) -> bool:
+        """Whether servers share a store, and what lies there is of this catalog."""
+        return bool(self._ask({"op": "owns", "catalog": catalog})["owns"])
 
     def outcome(self, plan_id: str) -> dict[str, Any] | None:
         """What became of a plan, as soon as its request was scheduled; None if unknown."""

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from inferscale.errors import InferScaleError, InvalidInput
 from inferscale.facts import Scope, Turn
 from inferscale.server import models
-from inferscale.server.http import answer_to, error_body
+from inferscale.server.http import answer_to, error_body, headers_with
 from inferscale.server.keys import Caller, Forbidden
 from inferscale.server.service import MemoryService
 from inferscale.turns import Content, read_expiry
@@ -260,7 +260,7 @@ def _answer_errors(api: FastAPI) -> None:
         status, body = answer_to(error)
         if status >= 500 and isinstance(error, InferScaleError):  # others are raised again, to be logged
             logger.error("%s below %s failed: %s", request.method, PREFIX, error)
-        return _answer(status, body)
+        return _answer(status, body, dict(headers_with(error)))
 
     for kind in (InferScaleError, Forbidden, Exception):
         api.add_exception_handler(kind, failed)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence, Set
 from functools import partial
 from typing import NamedTuple
 
@@ -132,6 +132,12 @@ class Encoding:
         """Keys on disk that no fact has. In a thread. Raises EngineError."""
         of_everybody = {other._encoder.anchor_key for other in self._of_adapters}
         return [key for key in self._jobs.strays() if key not in of_everybody]
+
+    def shared_strays(self) -> Iterator[list[str]]:
+        """The same of the KV that servers share, in parts."""
+        for keys in self._jobs.shared_strays():
+            of_everybody = {other._encoder.anchor_key for other in self._of_adapters}
+            yield [key for key in keys if key not in of_everybody]
 
     def forget_turns(self, scopes: Iterable[Scope]) -> list[str]:
         """Keys of the turns of these scopes, whose KV is to be forgotten; what waits of them does not run."""

@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 _ORDERED_AT_ONCE = 2000
 _STRAYS_EVERY_S = 60.0
 """How often KV on disk is compared with the facts, where another process has written to the catalog."""
+_SHARED_STRAYS_EVERY_S = 6 * 3600.0
+"""The same for the KV that servers share, which takes a listing of all of it."""
 
 _A = TypeVar("_A")
 
@@ -39,6 +41,7 @@ class Forgetting:
         self._threads = threads
         self._metrics = metrics
         self._watching: asyncio.Task[None] | None = None
+        self._watching_shared: asyncio.Task[None] | None = None
         self._is_compared = False
 
     async def forget(self, keys: Sequence[str], epochs: Sequence[ScopeEpoch]) -> None:
@@ -110,6 +113,23 @@ class Forgetting:
                 logger.exception("What lies on disk could not be compared with the facts")
             await asyncio.sleep(_STRAYS_EVERY_S)
 
+    def watch_shared_strays(self) -> None:
+        """The same of the KV that servers share: at the start, and every few hours."""
+        self._watching_shared = asyncio.get_running_loop().create_task(
+            self._watch_shared(), name="inferscale-shared-strays"
+        )
+
+    async def _watch_shared(self) -> None:
+        while True:
+            try:
+                parts = self.encoding.shared_strays()
+                while (strays := await self._threads.run(next, parts, None)) is not None:
+                    logger.info("%d shared segments belong to no fact and are removed", len(strays))
+                    await self._order(strays, ())
+            except InferScaleError:
+                logger.exception("Shared KV could not be compared with the facts")
+            await asyncio.sleep(_SHARED_STRAYS_EVERY_S)
+
     async def _forget_strays(self) -> None:
         """Nothing of it can be reached."""
         self._is_compared = True
@@ -119,5 +139,6 @@ class Forgetting:
             await self._order(strays, ())
 
     def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in (self._watching, self._watching_shared):
+            if task is not None:
+                task.cancel()

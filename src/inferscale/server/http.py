@@ -9,7 +9,14 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from http import HTTPStatus
 from typing import Any
 
-from inferscale.errors import CatalogError, EngineError, InvalidInput, QuotaExceeded, UnknownFact
+from inferscale.errors import (
+    CatalogError,
+    CatalogUnreachable,
+    EngineError,
+    InvalidInput,
+    QuotaExceeded,
+    UnknownFact,
+)
 from inferscale.server.keys import Forbidden, Unauthorized
 
 Scope = MutableMapping[str, Any]
@@ -21,6 +28,7 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 logger = logging.getLogger(__name__)
 
 _QUOTA = "insufficient_quota"  # OpenAI's word for it, as type and as code
+_RETRY_AFTER_S = "5"
 _TYPES = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.FORBIDDEN: "permission_error",
@@ -127,6 +135,13 @@ def answer_to(error: Exception) -> tuple[int, dict[str, Any]]:
     if isinstance(error, (EngineError, CatalogError)):
         return 503, error_body(503, str(error))
     return 500, error_body(500, "The server made a mistake; its log says more.")
+
+
+def headers_with(error: Exception) -> list[tuple[str, str]]:
+    """Of the answer to an error."""
+    if isinstance(error, Unauthorized):
+        return [("www-authenticate", "Bearer")]
+    return [("retry-after", _RETRY_AFTER_S)] if isinstance(error, CatalogUnreachable) else []
 
 
 def log_fault(what: str, error: Exception) -> None:

@@ -14,7 +14,7 @@ from inferscale.chat_plan import PreparedChat
 
 _SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 
-TIERS = ("host", "disk")
+TIERS = ("host", "disk", "cold")
 
 _M = TypeVar("_M", Counter, Gauge, Histogram)
 

@@ -32,6 +32,7 @@ from inferscale.server.http import (
     error_body,
     header,
     headers_of,
+    headers_with,
     log_fault,
     read_body,
     replay,
@@ -272,4 +273,5 @@ class MemoryMiddleware:
 
 async def _refuse(send: Send, error: Exception) -> None:
     status, body = answer_to(error)
-    await send_json(send, status, body, [(b"www-authenticate", b"Bearer")] if status == 401 else [])
+    headers = [(name.encode(), value.encode()) for name, value in headers_with(error)]
+    await send_json(send, status, body, headers)

@@ -50,7 +50,8 @@ class Prefetch:
         engine: EngineSide,
         threads: Threads,
     ) -> None:
-        self._is_on = bool(front.connector.host_bytes or front.connector.disk_bytes)
+        connector = front.connector
+        self._is_on = bool(connector.host_bytes or connector.disk_bytes or connector.cold_location)
         self.encoder = encoder
         self._residency = residency
         self._engine = engine

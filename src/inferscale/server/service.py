@@ -371,6 +371,8 @@ class MemoryService:
         """What a start has to do besides, in the background."""
         if self.front.connector.disk_bytes:
             self._forgetting.watch_strays()
+        if self.front.connector.cold_location is not None:
+            self._forgetting.watch_shared_strays()
 
     def load_embedder(self) -> None:
         """Begin to load it: the first chat need not wait for it."""

@@ -78,6 +78,7 @@ class EngineHost:
                     "host_size_bytes": options.host_tokens * _token_bytes(options.checkpoint),
                     "disk_size_bytes": "1GiB" if options.disk else 0,
                     "disk_dir": options.disk,
+                    "cold_location": options.cold,
                     "encryption_key_file": options.key_file,
                     "runtime_dir": self._folder.name,
                 },

@@ -105,7 +105,7 @@ class Author:
         return stored
 
     def _capture(self, ids: Sequence[int], stored: Sequence[Stored]) -> Request:
-        captures = tuple(Span(s.key, s.origin, s.origin + len(s.ids)) for s in stored)
+        captures = tuple(Span(s.key, s.origin, s.origin + len(s.ids), shared=True) for s in stored)
         return self.engine.request(ids, self.engine.plan("encode", captures=captures))
 
     def store_texts(self, lengths: Sequence[int]) -> list[Stored]:

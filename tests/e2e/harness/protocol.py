@@ -18,7 +18,8 @@ class EngineOptions:
 
     block_size: of the paged cache, None for vLLM's default (128 on a CPU). num_blocks: blocks of
     the paged cache. pool_tokens: capacity of the pool; 0 starts vLLM without the connector.
-    host_tokens: capacity of host memory below the pool. disk: folder of the copies on disk.
+    host_tokens: capacity of host memory below the pool. disk: folder of the copies on disk. cold: folder of
+    those that engines share.
     key_file: with the key that these are encrypted with.
     engine_args: further arguments of `vllm.LLM`, as JSON.
     num_threads: more than one is slow for models this small, above all where other processes run.
@@ -36,6 +37,7 @@ class EngineOptions:
     pool_dtype: str = "auto"
     host_tokens: int = 0
     disk: str | None = None
+    cold: str | None = None
     key_file: str | None = None
     compile_injection: bool = False
     injection_path: str = "auto"
