@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +94,30 @@ def test_what_is_not_ours_or_too_new_is_refused(url: str, postgres: PostgresServ
     nowhere = f"{postgres.url}?options=-csearch_path%3Dnowhere"
     with closing(Catalog("nowhere", url=nowhere)) as catalog, pytest.raises(CatalogError, match="no schema"):
         catalog.count_rows()
+
+
+def test_a_dump_is_a_backup(url: str, postgres: PostgresServer, tmp_path: Path) -> None:
+    binaries = find_binaries()
+    assert binaries is not None
+    name = url.rpartition("%3D")[2]
+    dump = tmp_path / "dump.sql"
+    with closing(Catalog(tmp_path, url=url)) as catalog:
+        catalog.record_embedder("fake", DIM)
+        facts = add(catalog, ANA, "one", "two")
+        catalog.passes.record("m", ANA, [facts[0].id], [facts[1].id], ["key"])
+        identity = catalog.identity()
+    command = [binaries / "pg_dump", "--schema", name, "--file", dump, postgres.url]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+    execute(postgres.url, f'DROP SCHEMA "{name}" CASCADE')
+    command = [binaries / "psql", "-q", "-v", "ON_ERROR_STOP=1", "-f", dump, postgres.url]
+    subprocess.run(command, check=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    with closing(Catalog(tmp_path, url=url)) as catalog:
+        catalog.record_embedder("fake", DIM)
+        assert catalog.facts(ANA) == facts
+        assert catalog.identity() == identity
+        [third] = add(catalog, ANA, "three")
+        assert third.seq > facts[1].seq
+        assert catalog.delete(facts[0].id).keys == ("key",)
 
 
 def test_statements_are_said_in_its_words() -> None:
