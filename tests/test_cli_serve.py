@@ -29,9 +29,11 @@ LOCAL = ["--host", "127.0.0.1"]
 
 
 @pytest.fixture(autouse=True)
-def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU with vLLM; the environment of this process stays as it is."""
+def _machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A CPU with vLLM and no catalog; the environment of this process stays as it is."""
     gpus(monkeypatch)
+    monkeypatch.setenv("INFERSCALE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("INFERSCALE_CATALOG", raising=False)
     monkeypatch.setattr("inferscale.serve_command.find_spec", lambda name: object())
     monkeypatch.setattr("inferscale.cli.serve.prepare_engine", lambda *, verbose: None)
     for name in ("VLLM_API_KEY", "VLLM_CPU_KVCACHE_SPACE", "VLLM_USE_RUST_FRONTEND"):
