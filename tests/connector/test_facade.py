@@ -91,7 +91,7 @@ def test_a_claim_that_vllm_does_not_schedule_fails(
     engine: SymbolicEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its KV would have no place to go, and vLLM counts on it."""
-    monkeypatch.setattr("inferscale.connector.scheduler._allocated", lambda output, ids: iter(()))
+    monkeypatch.setattr("inferscale.connector.scheduler.allocated", lambda output, ids: iter(()))
     engine.chat("c", FACT + QUESTION, FACT)
     engine.add("plain", [1, 2, 3])
     engine.run()

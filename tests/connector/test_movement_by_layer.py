@@ -9,7 +9,7 @@ from fake_layers import flash_03x
 
 from inferscale.connector.averaging import Averager
 from inferscale.connector.layout import LayerCache, flat_storage, probe_layout
-from inferscale.connector.movement import Caches, PortableMover, _write_random
+from inferscale.connector.movement import Caches, Part, PortableMover, _write_random
 from inferscale.pool.moves import single_run
 from inferscale.pool.row_format import RowFormat
 from inferscale.pool.slab import Slab
@@ -63,12 +63,11 @@ def test_mean_of_two_captures(heads: tuple[int, ...]) -> None:
     slab, caches, mover = made(heads)
     rows = np.arange(TOKENS, dtype=np.int32)
     mover.capture(single_run(rows, CAPTURED_AT, [0, 0, 1, 2], BLOCK))
-    Averager(slab, caches, ROTARY, BLOCK, mover).average(
-        single_run(rows, INJECTED_AT, [0] * 9 + [3, 4], BLOCK)
-    )
+    averager = Averager(slab, [Part(caches, ROTARY, BLOCK, mover)])
+    averager.average([single_run(rows, INJECTED_AT, [0] * 9 + [3, 4], BLOCK)])
     deltas = torch.full((TOKENS,), INJECTED_AT - CAPTURED_AT)
     for index in range(3):
         moved = relocate(keys_at(caches, index, 1), deltas, ROTARY.of_layer(index))
         wanted = (moved + keys_at(caches, index, 3)) / 2
-        found = slab.format.decode_layer(slab.data[:TOKENS], index)[:, 0]
+        found = slab.format.read_layer(slab.data, torch.arange(TOKENS), index)[:, 0]
         torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
