@@ -198,11 +198,11 @@ class SymbolicWorker:
             if report.failed_captures or self.failing_saves:
                 self.answers.not_saved += save.answers()
                 continue
-            symbols = [self.pool[row] for row in rows_of(save.packed_rows)]
+            garbage = [Symbol(-1, -1, -1)] * len(self.groups)  # of a piece whose capture failed
+            symbols = [self.pool.get(row, garbage) for row in rows_of(save.packed_rows)]
             for index in range(len(self.groups)):
-                assert [symbol[index].position for symbol in symbols] == list(
-                    range(save.origin, save.origin + len(symbols))
-                )
+                for position, symbol in enumerate(symbols, save.origin):
+                    assert symbol is garbage or symbol[index].position == position
             for tier in save.tiers:
                 self.lower[tier, save.key] = (symbols, save.origin)
             self.answers.saved += save.answers()

@@ -319,6 +319,27 @@ def test_pieces_are_saved_below_the_pool_with_the_last_one(
     engine.check_idle()
 
 
+def test_a_copy_without_its_first_piece_is_never_used(make_engine: Make, runner: str) -> None:
+    """Its capture fails, which is told only after the copy was ordered with the last piece."""
+    engine = make_engine(
+        runner=runner, depth=2, groups=(FULL, NARROW), max_batched_tokens=60, host_size_bytes=2**18
+    )
+    engine.encode("e", [3, *LONG], (1, 101))
+    engine.schedule()
+    engine.schedule()
+    engine.worker.failing_captures = True
+    engine.report()
+    engine.worker.failing_captures = False
+    engine.drain()
+    engine.run()
+    assert engine.side.counters.captures_failed == 1
+    assert engine.side.answer({"op": "residency", "keys": [key_of(LONG)]})["resident"] == [False]
+    engine.chat("c", LONG + QUESTION, LONG)
+    engine.run()
+    assert engine.outcomes["c"]["injected_tokens"] == 0
+    engine.check_idle()
+
+
 def test_files_tell_in_which_order_rows_hold_the_layers(make_engine: Make) -> None:
     """With the hybrid manager on and off rows are of one size, but not the same."""
     connector = make_engine(groups=(FULL, WINDOW), disk_dir="/tmp").connector

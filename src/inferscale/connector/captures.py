@@ -215,6 +215,8 @@ class Captures:
                 if step in report.failed_captures:
                     self._counters.captures_failed += 1
                     self._abandon(entry)
+                    if not is_whole and self._tiering is not None:
+                        self._tiering.forget([entry.key])  # a copy may be ordered with the last piece already
                 elif is_half and is_whole and self._table.is_live(entry):
                     self._table.commit_half(entry.key)
                 elif is_whole and not is_half:
