@@ -38,7 +38,7 @@ class Architecture:
     """One row. name: of the row and of its checkpoint. served: models that people know. keys: what is special
     about positions and keys. kind: of the transformers configuration, `KindConfig`. changes: of its sizes.
     block_size: of vLLM's cache. max_model_len: its longest context. tested_by_default: also in the quick
-    part."""
+    part. prefix_caching: of vLLM."""
 
     name: str
     served: str
@@ -48,6 +48,7 @@ class Architecture:
     block_size: int | None = None
     max_model_len: int = 2048
     tested_by_default: bool = False
+    prefix_caching: bool = True
 
     def config(self) -> Any:
         import transformers
@@ -379,5 +380,6 @@ ARCHITECTURES: tuple[Architecture, ...] = (
             "mamba_d_head": 32,
             "mamba_d_state": 16,
         },
+        prefix_caching=False,  # vLLM 0.32 cannot keep states of these layers on a CPU
     ),
 )

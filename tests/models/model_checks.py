@@ -68,7 +68,11 @@ _Part = _Stored | tuple[int, ...]
 
 def check(architecture: Architecture, checkpoint: Any, engines: EngineCache) -> Row:
     """Starts the engine and makes the row. An architecture that is refused must run with memory as text."""
-    options = {"max_model_len": architecture.max_model_len, "block_size": architecture.block_size}
+    options = {
+        "max_model_len": architecture.max_model_len,
+        "block_size": architecture.block_size,
+        "enable_prefix_caching": architecture.prefix_caching,
+    }
     try:
         engine = engines(checkpoint, **options)
     except EngineFailed as error:
