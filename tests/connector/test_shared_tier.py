@@ -19,7 +19,7 @@ from inferscale.pool.shared_store import SharedStore
 from inferscale.pool.shared_tier import SharedTier
 from inferscale.pool.slab import Slab
 from inferscale.pool.table import PageTable
-from inferscale.pool.tiers import Tier
+from inferscale.pool.tiers import Drop, Tier
 from inferscale.row_size import RowShape
 
 KEY, OTHER = "ab" * 16, "cd" * 16
@@ -185,6 +185,31 @@ def test_a_store_that_fails_costs_copies_only(
     one.capture(OTHER)
     assert "kept in the shared store again" in caplog.text
     assert one.tier.find(OTHER, TOKENS)
+
+
+def test_what_leaves_host_memory_is_shared_whole(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are given the same rows, and those that leave host memory are overwritten."""
+    one, other = make(host_bytes=2**20), make()
+    write, left = SharedStore.write, []
+
+    def late(store: SharedStore, key: str, rows: memoryview, origin: int) -> bool:
+        one.lower._writer.submit(lambda: None).result()
+        left.append(one.lower._host[key].rows)
+        one.lower.drop([Drop("host", (key,))])
+        one.lower._writer.submit(lambda: None).result()
+        assert one.lower._host == {}
+        return write(store, key, rows, origin)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SharedStore, "write", late)
+        written = one.capture()
+    assert other.knows()
+    assert other.load()
+    assert torch.equal(other.rows(), written)
+    one.close()
+    assert [bool(rows.any()) for rows in left] == [False]
 
 
 def test_after_a_reset_the_shared_ones_stay_and_are_not_used(

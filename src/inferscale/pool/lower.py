@@ -75,6 +75,8 @@ class LowerTiers:
         self._answers = TierAnswers()
         self._coming: list[tuple[Load, Any]] = []  # loads whose copy on the device is under way
         self._failing: set[TierName] = set()
+        self._sent: set[int] = set()  # ids of rows in host memory that a shared store is still to be given
+        self._to_wipe: set[int] = set()  # of these, what left host memory meanwhile
         self._writer = ThreadPoolExecutor(1, "inferscale-save")
         self._readers = ThreadPoolExecutor(_READERS, "inferscale-load")
         num_cold = 0 if cold is None else _COLD_WRITERS
@@ -167,10 +169,35 @@ class LowerTiers:
             event.record()
         else:
             on_host = gathered
+        if "cold" in save.tiers:
+            with self._lock:
+                self._sent.add(id(on_host))
         for part in _ways(save):
-            writer = self._cold_writer(save.key) if part.tiers == ("cold",) else self._writer
+            is_far = part.tiers == ("cold",)
+            writer, write = (
+                (self._cold_writer(save.key), self._write_far) if is_far else (self._writer, self._write)
+            )
             refused = partial(self._tell, "not_saved", *part.answers())
-            writer.submit(self._guarded, partial(self._write, part, on_host, event), refused)
+            writer.submit(self._guarded, partial(write, part, on_host, event), refused)
+
+    def _write_far(self, save: Save, rows: torch.Tensor, event: Any) -> None:
+        try:
+            self._write(save, rows, event)
+        finally:
+            with self._lock:
+                self._sent.discard(id(rows))
+                is_left = id(rows) in self._to_wipe
+                self._to_wipe.discard(id(rows))
+            if is_left:
+                _wipe(rows)
+
+    def _leave(self, rows: torch.Tensor) -> None:
+        """Overwrite what left host memory, but not before the shared store has it: it would get zeros."""
+        with self._lock:
+            if id(rows) in self._sent:
+                self._to_wipe.add(id(rows))
+                return
+        _wipe(rows)
 
     def _write(self, save: Save, rows: torch.Tensor, event: Any) -> None:
         failed: list[Saved] = []
@@ -217,13 +244,12 @@ class LowerTiers:
     def _cold_writer(self, key: str) -> ThreadPoolExecutor:
         return self._cold_writers[zlib.crc32(key.encode()) % len(self._cold_writers)]
 
-    @torch.inference_mode()  # as the rows were made: others may not write to them
     def _drop(self, drop: Drop) -> None:
         for key in drop.keys:
             if drop.tier == "disk" and self._disk is not None:
                 self._disk.remove(key)
             elif drop.tier == "host" and (copy := self._host.pop(key, None)) is not None:
-                copy.rows.zero_()  # the allocator may keep the memory
+                self._leave(copy.rows)
 
     # up ---------------------------------------------------------------------------------------
 
@@ -315,6 +341,12 @@ def _ways(save: Save) -> list[Save]:
     far = tuple(tier for tier in save.tiers if tier == "cold")
     parts: list[tuple[TierName, ...]] = [near, far]
     return [save._replace(tiers=part) for part in parts if part]
+
+
+@torch.inference_mode()  # as the rows were made: others may not write to them
+def _wipe(rows: torch.Tensor) -> None:
+    """The allocator may keep the memory."""
+    rows.zero_()
 
 
 def _bytes_of(rows: torch.Tensor) -> memoryview:
