@@ -24,6 +24,7 @@ import torch
 
 from inferscale.bench.harness import BenchRun, command, environment
 from inferscale.bench.kernels import BLOCK_TOKENS as BLOCK
+from inferscale.connector.groups import CacheGroup
 from inferscale.connector.messages import StepReport
 from inferscale.connector.scheduler import SchedulerSide
 from inferscale.plan import Plan, Segment, salt_of, to_wire
@@ -36,7 +37,7 @@ PAGE, FACT_TOKENS, QUESTION_TOKENS = 4, 30, 32
 
 def scheduler_side(num_pages: int) -> SchedulerSide:
     return SchedulerSide(
-        PageTable(num_pages, PAGE), block_size=BLOCK, row_bytes=131_072, model="m", secret=SECRET
+        PageTable(num_pages, PAGE), groups=[CacheGroup(BLOCK)], row_bytes=131_072, model="m", secret=SECRET
     )
 
 
@@ -100,9 +101,10 @@ def scheduler_times(num_requests: int, k: int, repeats: int) -> tuple[list[float
             side.finish(one)
         if number >= 2:
             seconds.append(spent)
-    assert orders.injection is not None
-    assert len(orders.injection.expand(BLOCK).rows) == num_requests * k * FACT_TOKENS
-    return seconds, orders.injection
+    (moves,) = orders.injection
+    assert moves is not None
+    assert len(moves.expand(BLOCK).rows) == num_requests * k * FACT_TOKENS
+    return seconds, moves
 
 
 def fact(rng: np.random.Generator) -> Segment:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -78,16 +79,17 @@ class FolderPlace:
         self._root = root
         self._num_drafts = 0
         self._lock = threading.Lock()
-        self._host = f"{os.uname().nodename}-{os.getpid()}"
+        # Of nobody else: a process may have several places in one folder, and containers the same number.
+        self._writer = f"{os.uname().nodename}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
 
     def put(self, path: str, header: bytes, content: memoryview) -> None:
         target = self._root / path
         self._make(target.parent)
         with self._lock:
             self._num_drafts += 1
-            draft = target.parent / f"{_DRAFT}{self._host}-{self._num_drafts}"
+            draft = target.parent / f"{_DRAFT}{self._writer}-{self._num_drafts}"
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(header)
                 file.write(content)
