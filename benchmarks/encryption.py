@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from inferscale.bench.harness import BenchRun, command, environment
+from inferscale.catalog_url import IN_FOLDER
 from inferscale.config import MemoryConfig
 from inferscale.encryption import KEY_VARIABLE, EncryptionKey
 from inferscale.facts import Scope, Turn
@@ -89,7 +90,7 @@ def measure_catalog(folder: Path, arguments: argparse.Namespace, run: BenchRun) 
     key_file.touch(0o600)
     key_file.write_text(SECRET.hex())
     configs = {
-        mode: MemoryConfig(folder / mode, embedder_device="cpu", encryption_key_file=file)
+        mode: MemoryConfig(folder / mode, embedder_device="cpu", encryption_key_file=file, catalog=IN_FOLDER)
         for mode, file in (("plain", None), ("encrypted", key_file))
     }
     repeats = arguments.repeats

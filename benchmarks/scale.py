@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from inferscale.bench.harness import BenchRun, command, environment
 from inferscale.catalog import NewPass
+from inferscale.catalog_url import IN_FOLDER
 from inferscale.config import MemoryConfig
 from inferscale.errors import UnknownScope
 from inferscale.facts import Fact, Scope, Turn
@@ -224,7 +225,8 @@ def key_of(fact: Fact) -> str:
 
 @contextmanager
 def opened(folder: Path) -> Iterator[Memory]:
-    with Memory(MemoryConfig(folder, embedder_device="cpu"), embedder=RandomEmbedder()) as memory:
+    config = MemoryConfig(folder, embedder_device="cpu", catalog=IN_FOLDER)
+    with Memory(config, embedder=RandomEmbedder()) as memory:
         yield memory
 
 

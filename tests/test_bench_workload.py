@@ -99,7 +99,10 @@ def spoken() -> SpokenWorkload:
     from test_prompt import CHATML, tokenizer_with
 
     prompts = PromptBuilder(tokenizer_with(CHATML))
-    return SpokenWorkload(CONVERSATION, prompts, num_users=2, max_k=4, embedder=WordEmbedder())
+    with pytest.MonkeyPatch.context() as patch:
+        # A benchmark's facts go into its own folder, wherever the machine keeps its catalog.
+        patch.setenv("INFERSCALE_CATALOG", "postgresql://u@127.0.0.1:1/x")
+        return SpokenWorkload(CONVERSATION, prompts, num_users=2, max_k=4, embedder=WordEmbedder())
 
 
 def test_the_prompt_is_head_facts_and_rest(spoken: SpokenWorkload) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any, Literal, TypeVar, get_args
 
-from inferscale.catalog_url import check_public_url, check_url, has_password
+from inferscale.catalog_url import IN_FOLDER, check_public_url, check_url, has_password
 from inferscale.errors import InvalidConfig, InvalidInput
 from inferscale.fact_order import FactOrder, parse_order
 from inferscale.tail import Tail
@@ -321,10 +321,11 @@ class MemoryConfig:
     $INFERSCALE_ENCRYPTION_KEY, and without that the folder is not encrypted."""
     catalog: str | None = field(default=None, repr=False)
     """URL of a PostgreSQL database that holds the catalog instead of the folder, so that several machines
-    share it: postgresql://USER@HOST:PORT/DATABASE. Without one it is $INFERSCALE_CATALOG."""
+    share it: postgresql://USER@HOST:PORT/DATABASE. Without one it is $INFERSCALE_CATALOG; `folder`: the
+    folder holds it even where that is set."""
 
     def __post_init__(self) -> None:
-        if self.catalog is not None:
+        if self.catalog not in (None, IN_FOLDER):
             check_url(self.catalog, "catalog")
         for name in ("max_facts_per_user", "max_bytes_per_user"):
             if getattr(self, name) is not None:

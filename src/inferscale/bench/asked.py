@@ -20,6 +20,7 @@ from inferscale.bench.harness import Say
 from inferscale.bench.policies import USUAL, Arrangement, Policy
 from inferscale.bench.questions import GoldConversation, GoldQuestion
 from inferscale.bench.workload import Ids
+from inferscale.catalog_url import IN_FOLDER
 from inferscale.chat_plan import ChatPlanner, Mode, Residents
 from inferscale.config import MemoryConfig
 from inferscale.encode_jobs import without_repetitions
@@ -170,7 +171,7 @@ class AskedConversation:
         self._max_tokens = max_tokens
         self._stack = ExitStack()
         folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="inferscale-bench-"))
-        self._memory = Memory(MemoryConfig(folder), embedder=RememberingEmbedder(embedder))
+        self._memory = Memory(MemoryConfig(folder, catalog=IN_FOLDER), embedder=RememberingEmbedder(embedder))
         self._stack.callback(self._memory.close)
         self._memory.add(list(conversation.turns), user_id=_USER)
         self._passes: dict[WindowPolicy, Passes] = {}

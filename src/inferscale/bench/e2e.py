@@ -19,6 +19,7 @@ from inferscale.bench.engine import EngineSpec, describe
 from inferscale.bench.harness import BenchRun, Row, Say, median_interval, middle
 from inferscale.bench.options import E2eOptions
 from inferscale.bench.spoken import prompt_builder
+from inferscale.catalog_url import IN_FOLDER
 from inferscale.config import MemoryConfig
 from inferscale.errors import EngineError
 from inferscale.facts import Fact, Scope
@@ -53,7 +54,9 @@ def measure_e2e(
     ):
         # One memory a device, all on the same data: embedder and index of each are where it says.
         memories = {
-            device: stack.enter_context(closing(Memory(MemoryConfig(folder, embedder, device))))
+            device: stack.enter_context(
+                closing(Memory(MemoryConfig(folder, embedder, device, catalog=IN_FOLDER)))
+            )
             for device in options.devices
         }
         first = memories[options.devices[0]]

@@ -15,6 +15,7 @@ from typing import Any
 from inferscale.bench.engine import BenchEngine
 from inferscale.bench.questions import GoldConversation
 from inferscale.bench.record_cache import RecordCache, record_key
+from inferscale.catalog_url import IN_FOLDER
 from inferscale.config import MemoryConfig
 from inferscale.extract_runner import EngineExtraction
 from inferscale.extraction import ExtractionModel
@@ -76,7 +77,7 @@ def extract_facts(
         [*machine, offline.fingerprint],
     )
     with tempfile.TemporaryDirectory(prefix="inferscale-bench-") as folder:
-        memory = Memory(MemoryConfig(folder), embedder=embedder, extraction=model)
+        memory = Memory(MemoryConfig(folder, catalog=IN_FOLDER), embedder=embedder, extraction=model)
         with closing(memory):
             for _, session in groupby(conversation.turns, key=lambda turn: turn.said_at):
                 memory.add(list(session), user_id=_USER, infer=True)

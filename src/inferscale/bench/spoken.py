@@ -15,6 +15,7 @@ from typing import Any
 
 from inferscale.bench.conversation import BenchConversation
 from inferscale.bench.workload import Asked, Ids
+from inferscale.catalog_url import IN_FOLDER
 from inferscale.config import MemoryConfig
 from inferscale.errors import EngineMissing, InvalidInput
 from inferscale.facts import Fact
@@ -52,7 +53,7 @@ class SpokenWorkload:
         conversation.check_k(max_k, num_facts)
         self.head: Ids = tuple(prompts.anchor_ids)
         with tempfile.TemporaryDirectory(prefix="inferscale-bench-") as folder:
-            opened = Memory(MemoryConfig(folder), embedder=embedder)
+            opened = Memory(MemoryConfig(folder, catalog=IN_FOLDER), embedder=embedder)
             try:
                 self._facts: Sequence[Fact] = opened.add(turns, user_id=_USER)
                 self._found = [self._search(opened, question, max_k) for question in self._questions]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from inferscale.catalog_url import IN_FOLDER
 from inferscale.cli.engine import open_llm, show_progress
 from inferscale.cli.options import POSITIVE, json_option, model_options, recall_options
 from inferscale.cli.output import emit, say
@@ -49,7 +50,7 @@ def demo(
         tempfile.TemporaryDirectory(prefix="inferscale-demo-") as folder,
         open_llm(
             model,
-            MemoryConfig(folder),
+            MemoryConfig(folder, catalog=IN_FOLDER),
             pool_size,
             max_model_len=max_model_len or _MAX_MODEL_LEN,
             verbose=verbose,

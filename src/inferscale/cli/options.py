@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 
 import click
 
-from inferscale.catalog_url import VARIABLE, WAYS, find_url
+from inferscale.catalog_url import VARIABLE, WAYS, check_url, find_url
 from inferscale.config import (
     AUTO,
     DEFAULT_ORDER,
@@ -116,7 +116,8 @@ def _keep_catalog(context: click.Context, parameter: click.Parameter, value: str
 def catalog_url() -> str | None:
     """Of the command that runs; None: the catalog is a file of the data folder. Raises InvalidConfig."""
     context = click.get_current_context(silent=True)
-    return find_url(None if context is None else context.meta.get(_CATALOG))
+    given = None if context is None else context.meta.get(_CATALOG)
+    return find_url() if given is None else check_url(given, "--catalog")
 
 
 def refuse_catalog_url(what: str, instead: str) -> None:

@@ -7,6 +7,7 @@ that cannot be reached, or does not answer, is an error within seconds.
 from __future__ import annotations
 
 import os
+import re
 import threading
 from contextlib import suppress
 
@@ -14,6 +15,7 @@ import psycopg
 from psycopg import conninfo
 
 from inferscale.catalog.postgres import schema
+from inferscale.catalog_url import check_url
 from inferscale.errors import CatalogError, InvalidConfig
 
 MAX_SESSIONS = 8
@@ -136,9 +138,13 @@ class Sessions:
 
 def _parameters(url: str) -> dict[str, str]:
     """Raises InvalidConfig, without a word of what was given: it may hold a password."""
+    check_url(url, "the catalog's URL")
     try:
-        return {name: str(value) for name, value in conninfo.conninfo_to_dict(url).items()}
-    except psycopg.Error:
+        given = {name: str(value) for name, value in conninfo.conninfo_to_dict(url).items()}
+        if not re.fullmatch(r"[\d,]*", given.get("port", "")):
+            raise ValueError
+        return given
+    except (psycopg.Error, ValueError):
         raise InvalidConfig(
             "the catalog's URL cannot be read; it has the form postgresql://USER@HOST:PORT/DATABASE, with "
             "special characters as %XX."
