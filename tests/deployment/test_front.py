@@ -181,6 +181,7 @@ def test_websockets_are_refused() -> None:
         ("POST", CHAT, b'{"store": true, "memory": {"store": false}}', True),
         ("POST", CHAT, b'{"memory": {"\\u0073tore": true}}', False),
         ("POST", CHAT, b'{"memory": {"store": "infer"}}', False),
+        ("POST", CHAT, '{"memory": {"store": true}}'.encode("utf-16"), False),
         ("POST", CHAT, b'"store"', True),
     ],
 )

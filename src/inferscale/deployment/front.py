@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from inferscale.deployment.affinity import CHAT, MEMORIES, affinity_key
 from inferscale.deployment.asgi import plain_scope
+from inferscale.server.border import may_name
 from inferscale.server.http import (
     ClientLeft,
     Message,
@@ -164,7 +165,7 @@ def may_repeat(method: str, path: str, body: bytes) -> bool:
 
 
 def _stores(body: bytes) -> bool:
-    if b'"store"' not in body and b"\\u" not in body:
+    if not may_name(body, '"store"'):
         return False
     try:
         memory = json.loads(body).get("memory")
