@@ -168,6 +168,21 @@ def test_damage_is_a_prefill_and_then_saved_anew(make: Callable[..., Server], tm
     assert torch.equal(third.rows(), written)
 
 
+def test_what_one_rank_lacks_is_encoded_anew(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first rank's object is looked up. Were it found again at once, the fact would never be
+    encoded, and each of its chats would wait for a load in vain."""
+    one, other = make(), make()
+    one.capture()
+    assert other.knows()
+    monkeypatch.setattr(SharedStore, "read", lambda *given: None)  # as of a rank that has no object
+    assert not other.load()
+    assert not other.knows()
+    other.capture()
+    assert other.tier.find(KEY, TOKENS)
+
+
 def test_a_store_that_fails_costs_copies_only(
     make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

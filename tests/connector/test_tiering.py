@@ -19,7 +19,7 @@ from inferscale.errors import InvalidConfig
 from inferscale.plan import Order, Plan, Span
 from inferscale.pool.disk import DiskStore
 from inferscale.pool.table import PageTable
-from inferscale.pool.tiers import Tier, TierAnswers
+from inferscale.pool.tiers import Copy, Drop, Tier, TierAnswers
 
 Make = Callable[..., SymbolicEngine]
 
@@ -321,6 +321,28 @@ def test_a_copy_that_made_room_while_it_came_does_not_stay(make_engine: Make, tm
     in_host = {key for tier, key in engine.worker.lower if tier == "host"}
     assert in_host == set(tiering.tiers[0].all_keys())
     engine.check_idle()
+
+
+def test_what_comes_into_host_memory_makes_no_room_until_it_is_loaded() -> None:
+    """It is read on its way into the pool, and what leaves host memory is overwritten."""
+    table = PageTable(8, PAGE_SIZE)
+    host, disk = Tier("host", 64, max_share=1.0), Tier("disk", 1024, max_share=1.0)
+    tiering = Tiering(table, [host, disk], lambda _, tokens: 16 * tokens, 1)
+    disk.admit(Copy("a", 4, 64, "", is_ready=True))
+    assert tiering.prefetch(["a"], "x") is not None
+    other = table.reserve("b", 4)
+    assert other is not None
+    tiering.save(other, 0, "x")
+    orders = tiering.take_orders()
+    assert orders is not None
+    assert (orders.loads[0].keep, orders.drops, orders.saves[0].tiers) == (True, [], ("disk",))
+    tiering.complete(TierAnswers(loaded=["a"]))
+    third = table.reserve("c", 4)
+    assert third is not None
+    tiering.save(third, 0, "x")
+    orders = tiering.take_orders()
+    assert orders is not None
+    assert orders.drops == [Drop("host", ("a",))]
 
 
 def test_what_makes_room_in_the_same_step_is_not_saved(engine: SymbolicEngine) -> None:

@@ -274,5 +274,15 @@ def test_a_store_that_fails_or_is_slow_holds_up_nobody(
     monkeypatch.setattr(tier._store, "num_tokens", lambda key: 4 if release.wait(30) else None)
     tier.look_up([OTHER])
     assert not tier.find(OTHER, 4)
+    monkeypatch.setattr(shared_tier, "LOOK_UP_S", 30.0)
+    start_s = time.monotonic()
+    tier.look_up(["ef" * 16])
+    assert time.monotonic() - start_s < 10, "others do not wait for a store that is late already"
     release.set()
     assert known(tier, OTHER)
+    for _ in range(500):
+        if not tier._asked:
+            break
+        time.sleep(0.01)
+    tier.look_up(["01" * 16])
+    assert tier.find("01" * 16, 4), "it is not late any more, so that it is waited for"

@@ -228,9 +228,17 @@ class Tiering:
         assert copy is not None
         copy.is_loading = True
         keep = tier.name != "host" and self._admit("host", key, num_tokens, copy.owner)
+        if keep:  # it is read on its way up: were it to make room, what is there would be overwritten
+            self._set_loading("host", key, True)
         self._loading[key] = _Loading(tier, keep, time.monotonic())
         self._orders.loads.append(Load(key, entry.packed_rows, tier.name, keep))
         return True
+
+    def _set_loading(self, name: TierName, key: str, is_loading: bool) -> None:
+        for tier in self.tiers:
+            copy = tier.get(key)
+            if tier.name == name and copy is not None:
+                copy.is_loading = is_loading
 
     # down -------------------------------------------------------------------------------------
 
@@ -310,9 +318,9 @@ class Tiering:
         loading = self._loading.pop(key, None)
         if loading is None:
             return
-        copy = loading.source.get(key)
-        if copy is not None:
-            copy.is_loading = False
+        self._set_loading(loading.source.name, key, False)
+        if loading.kept:
+            self._set_loading("host", key, False)
         if is_good:
             self.table.commit(key)
             if loading.is_ahead:
@@ -333,7 +341,9 @@ class Tiering:
             # A copy that had to make room while it came is in the worker's memory all the same.
             if tier.name in names and (is_lost or tier.get(key) is None):
                 tier.remove(key)
-                if tier is self.shared:  # others may read what could not be read here
+                if self.shared is not None and tier is self.shared:  # others may read what could not be read
+                    if not is_good:
+                        self.shared.miss(key)
                     continue
                 self._orders.drops.append(Drop(tier.name, (key,)))
 

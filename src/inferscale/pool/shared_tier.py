@@ -48,6 +48,7 @@ class SharedTier:
         self._asked: dict[str, Future[None]] = {}
         self._executor = ThreadPoolExecutor(_THREADS, "inferscale-look-up")
         self._fails = False
+        self._is_late = False  # answers are still out that were waited for in vain
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -91,6 +92,12 @@ class SharedTier:
                 self.used_bytes -= copy.size_bytes
             return copy is not None
 
+    def miss(self, key: str) -> None:
+        """It could not be loaded, though the first rank may have it: for a while it is not looked up again,
+        so that it is encoded, and saved where it is missing."""
+        with self._lock:
+            self._note_missed(key)
+
     def switch_off(self) -> None:
         """Use nothing of it any more: what lies there may be of other weights than the engine has now."""
         with self._lock:
@@ -107,7 +114,8 @@ class SharedTier:
         return self._store.belongs_to(catalog)
 
     def look_up(self, keys: Sequence[str]) -> None:
-        """Find out which of the keys others have saved. Waits for `LOOK_UP_S` at most."""
+        """Find out which of the keys others have saved. Waits for `LOOK_UP_S` at most, and not at all while
+        the store is late with others: who asks holds up all who ask."""
         now_s = time.monotonic()
         with self._lock:
             if self.is_off:
@@ -120,8 +128,10 @@ class SharedTier:
             for key in unknown:
                 if key not in self._asked:
                     self._asked[key] = self._executor.submit(self._find_out, key)
-            asked = [self._asked[key] for key in unknown if key in self._asked]
-        wait(asked, LOOK_UP_S)
+            asked = [] if self._is_late else [self._asked[key] for key in unknown if key in self._asked]
+        if wait(asked, LOOK_UP_S).not_done:
+            with self._lock:
+                self._is_late = bool(self._asked)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -140,10 +150,14 @@ class SharedTier:
                 size = self._store.size_of(num_tokens)
                 self._note(Copy(key, num_tokens, size, "", is_ready=True))
             elif num_tokens is None:
-                if len(self._missed) >= MAX_KNOWN:
-                    self._missed.clear()
-                self._missed[key] = time.monotonic()
+                self._note_missed(key)
             self._asked.pop(key, None)
+            self._is_late = self._is_late and bool(self._asked)
+
+    def _note_missed(self, key: str) -> None:
+        if len(self._missed) >= MAX_KNOWN:
+            self._missed.clear()
+        self._missed[key] = time.monotonic()
 
     def _note(self, copy: Copy) -> None:
         self._missed.pop(copy.key, None)
