@@ -82,6 +82,7 @@ def test_serve_shows_no_password_and_asks_the_database_first(
     shown = run("serve", "org/model", "--catalog", url, "--cold", shared, "--print-command")
     assert shown.exit_code == 0, shown.output
     assert postgres.password not in shown.output
+    assert "Set $INFERSCALE_CATALOG for it" in shown.output
     assert f'"cold_location": "{shared}"' in shown.output
     started: list[dict[str, str]] = []
     monkeypatch.setattr("os.execvpe", lambda file, arguments, environment: started.append(environment))

@@ -218,6 +218,8 @@ def serve(model: str, vllm_flags: tuple[str, ...], print_command: bool, **given:
     for note in command.notes:
         say(note)
     if print_command:
+        if url is not None:
+            say(f"Set ${CATALOG_VARIABLE} for it to the URL of that catalog, which is not shown here.")
         click.echo(str(command))
         return
     if command.address is not None:

@@ -26,14 +26,17 @@ NEEDED = ("VLLM_API_KEY", KEY_VARIABLE, CATALOG_VARIABLE)
 """Variables that decide who is answered and where facts are stored; Ray shows settings to all who see it."""
 APP = "inferscale.deployment.ray_serve:app"
 _LISTENS = "Serve's proxy listens, not the replicas (http_options in Serve's file says where)"
+_TLS = (
+    "--ssl-keyfile", "--ssl-certfile", "--ssl-ca-certs", "--ssl-cert-reqs", "--ssl-ciphers",
+    "--enable-ssl-refresh",
+)  # fmt: skip
 _REFUSED = {
     "--host": _LISTENS,
     "--port": _LISTENS,
     "--uds": _LISTENS,
     "--root-path": "Serve's route_prefix takes its place",
     "--api-server-count": "each replica has one API server; more replicas take its place",
-    "--ssl-keyfile": "Serve's proxy speaks TLS (http_options in Serve's file)",
-    "--ssl-certfile": "Serve's proxy speaks TLS (http_options in Serve's file)",
+    **dict.fromkeys(_TLS, "Serve's proxy speaks TLS (http_options in Serve's file)"),
     "--api-key": "Ray shows it to all who see the cluster. Set VLLM_API_KEY in Ray's environment",
     "--hf-token": "Ray shows it to all who see the cluster. Set HF_TOKEN in Ray's environment",
 }
@@ -56,14 +59,16 @@ class ReplicaSettings:
         if not isinstance(self.model, str) or not self.model:
             raise InvalidConfig(f"model is {self.model!r}; give a folder or a hub name.")
         flags = self.vllm_flags
-        if isinstance(flags, str) or not all(isinstance(flag, str) for flag in flags):
+        if not _is_list(flags) or not all(isinstance(flag, str) for flag in flags):
             raise InvalidConfig(
                 f"vllm_flags is {flags!r}; allowed is a list of texts, such as [--dtype, float16]."
             )
-        if isinstance(self.needs, str) or not set(self.needs) <= set(NEEDED):
+        if not _is_list(self.needs) or not all(name in NEEDED for name in self.needs):
             raise InvalidConfig(f"needs is {self.needs!r}; allowed is a list of {', '.join(NEEDED)}.")
         if not isinstance(self.memory, Mapping):
             raise InvalidConfig(f"memory is {self.memory!r}; allowed is an object.")
+        if not isinstance(self.memory.get("server", {}), Mapping):
+            raise InvalidConfig(f"memory.server is {self.memory['server']!r}; allowed is an object.")
         if "runtime_dir" in self.memory:
             raise InvalidConfig(
                 "memory.runtime_dir is given, but each replica has a folder of its own. Leave it out."
@@ -96,6 +101,10 @@ class ReplicaSettings:
         """Without what is as by default."""
         found = {"vllm_flags": list(self.vllm_flags), "memory": dict(self.memory), "needs": list(self.needs)}
         return {"model": self.model, **{name: value for name, value in found.items() if value}}
+
+
+def _is_list(given: object) -> bool:
+    return isinstance(given, Sequence) and not isinstance(given, str)
 
 
 def needed_of(environment: Mapping[str, str]) -> list[str]:
