@@ -318,6 +318,7 @@ def test_without_injection_there_is_one_page_and_nothing_below(
         host_size_bytes=2**20,
         disk_size_bytes=2**20,
         disk_dir=str(tmp_path),
+        cold_location=str(tmp_path / "shared"),
     )
     assert engine.side.table.num_pages == 1
     assert engine.side.tiering is None

@@ -18,6 +18,7 @@ from inferscale.connector.messages import StepOrders
 from inferscale.connector.worker import WorkerSide
 from inferscale.errors import PoolTooLarge, UnsupportedLayout
 from inferscale.pool.moves import Moves, single_run
+from inferscale.pool.tiers import Save, TierOrders
 from inferscale.rope import Rotary, relocate
 
 BLOCKS, BLOCK, HEADS, DIM = 9, 4, 2, 6
@@ -207,6 +208,29 @@ def test_a_failed_capture_is_reported_and_does_not_raise() -> None:
     report = side.take_report()
     assert report is not None
     assert (report.done, report.failed_captures) == ({8}, {8})
+
+
+def test_nothing_is_saved_right_behind_a_failed_capture() -> None:
+    """The next step may capture the rest of what failed, before the scheduler side has heard of it: its save
+    would keep rows that nobody has written."""
+    side = make_worker([flash_025(BLOCKS, BLOCK, HEADS, DIM, torch.float32)], host_size_bytes=2**16)
+    assert side.lower is not None
+    rows = np.arange(12)
+    save = Save("ab" * 16, rows.astype(np.int32).tobytes(), 0, ("host",), 1)
+    side.after_forward(StepOrders(step=8, capture=(single_run(np.array([0]), 0, [10**6], BLOCK),)))
+    rest = StepOrders(step=9, capture=(order(rows)[0],), tiers=TierOrders(saves=[save]))
+    side.after_forward(rest)
+    report = side.take_report()
+    assert report is not None
+    assert (report.done, report.failed_captures) == ({8, 9}, {8})
+    assert report.tiers.not_saved == save.answers()
+    rest.step = 20
+    side.after_forward(rest)
+    side.lower._writer.submit(lambda: None).result()
+    report = side.take_report()
+    assert report is not None
+    assert report.tiers.saved == save.answers()
+    side.close()
 
 
 # start-up -------------------------------------------------------------------------------------

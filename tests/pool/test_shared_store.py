@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import uuid
@@ -192,6 +193,18 @@ def test_a_folder_is_its_owners(tmp_path: Path) -> None:
     modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "shared").rglob("*")}
     assert modes == {0o700, 0o600}
     assert not list((tmp_path / "shared").rglob(".draft*"))
+
+
+def test_drafts_of_a_process_that_was_killed_go(tmp_path: Path) -> None:
+    """They hold KV, and no deletion names them."""
+    store = store_in(FolderPlace(tmp_path))
+    store.write(KEY, ROWS, 7)
+    folder = tmp_path / "format" / "rank-0" / KEY[:2]
+    for name in ("old", "new"):
+        (folder / f".draft-{name}").write_bytes(b"x")
+    os.utime(folder / ".draft-old", (0, 0))
+    assert list(store.keys(KEY[:2])) == [KEY]
+    assert sorted(path.name for path in folder.iterdir()) == [".draft-new", KEY]
 
 
 def test_what_cannot_be_used_is_refused(tmp_path: Path, s3: str) -> None:

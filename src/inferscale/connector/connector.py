@@ -56,7 +56,9 @@ logger = logging.getLogger(__name__)
 
 def _without_pool(config: ConnectorConfig) -> ConnectorConfig:
     """With one page of the pool, which nothing enters, and nothing below."""
-    return replace(config, pool_size_bytes=1, pool_dtype="auto", host_size_bytes=0, disk_size_bytes=0)
+    return replace(
+        config, pool_size_bytes=1, pool_dtype="auto", host_size_bytes=0, disk_size_bytes=0, cold_location=None
+    )
 
 
 class StepMetadata(KVConnectorMetadata):

@@ -36,6 +36,10 @@ from inferscale.row_size import RowShape
 logger = logging.getLogger(__name__)
 
 
+_DOUBTED_STEPS = 4
+"""Behind a failed capture: more than are ordered before the scheduler side hears of it."""
+
+
 class _OtherWeights(Exception):
     """The model's weights are not those that the orders of a step are for."""
 
@@ -67,6 +71,7 @@ class WorkerSide:
         self.block_sizes = block_sizes
         self.failed_blocks: set[int] = set()
         self._report = StepReport()
+        self._failed_step = -_DOUBTED_STEPS  # the last one whose capture failed
         self._weights = self._told_weights = 0  # how often the model has got other ones
         self._cache_tokens = num_blocks * max(block_sizes)
         self._layouts = self._probe(num_blocks)
@@ -215,8 +220,11 @@ class WorkerSide:
             except Exception:  # captured KV is a cache: losing it costs time only
                 logger.exception("Capture failed; the segments stay text")
                 self._report.failed_captures.add(orders.step)
-                self._report.tiers.not_saved += [answer for save in saves for answer in save.answers()]
-                saves = []
+                self._failed_step = orders.step
+        # What one step captures can be the rest of what another one began, and that may just have failed.
+        if saves and orders.step < self._failed_step + _DOUBTED_STEPS:
+            self._report.tiers.not_saved += [answer for save in saves for answer in save.answers()]
+            saves = []
         if self.lower is not None:
             self.lower.save(saves)
         self._report.done.add(orders.step)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +19,8 @@ from urllib.parse import urlsplit
 from inferscale.errors import InvalidConfig
 
 _DRAFT = ".draft-"
+_DRAFT_LASTS_S = 86400.0
+"""What is older was left by a process that was killed."""
 
 
 class Found(NamedTuple):
@@ -127,8 +130,12 @@ class FolderPlace:
     def names(self, folder: str) -> Iterator[Found]:
         with suppress(FileNotFoundError), os.scandir(self._root / folder) as entries:
             for entry in entries:
-                if entry.is_file(follow_symlinks=False) and not entry.name.startswith(_DRAFT):
+                if not entry.is_file(follow_symlinks=False):
+                    continue
+                if not entry.name.startswith(_DRAFT):
                     yield Found(entry.name, entry.stat(follow_symlinks=False).st_size)
+                elif time.time() - entry.stat(follow_symlinks=False).st_mtime > _DRAFT_LASTS_S:
+                    self.remove(f"{folder}/{entry.name}")
 
 
 class FsspecPlace:
