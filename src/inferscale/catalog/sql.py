@@ -1,7 +1,7 @@
 """What the catalog asks of a database, SQLite or PostgreSQL, and the SQL in which the two differ.
 
 All SQL of the catalog is written once, as SQLite takes it. Where PostgreSQL says something otherwise, the
-statement holds one of the fragments here, in whose place `postgres_sql` puts its own
+statement holds one of the fragments here, in whose place `postgres.dialect` puts its own
 words. Knows no table's meaning.
 """
 
