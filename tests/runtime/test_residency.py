@@ -250,6 +250,25 @@ def test_while_a_server_hangs_others_do_not_wait_as_well(folder: Path, connect: 
             listening.accept()
 
 
+def test_nobody_waits_while_a_shared_store_is_listed(folder: Path, connect: Connect) -> None:
+    is_listed = threading.Event()
+
+    def slow(question: dict[str, Any]) -> dict[str, Any]:
+        if question["op"] == "keys":
+            return {"keys": ["k"] if is_listed.wait(10) else []}
+        return answer(question)
+
+    server = ResidencyServer(folder, slow)
+    client = connect(timeout_s=2.0)
+    with ThreadPoolExecutor(1) as pool:
+        listing = pool.submit(client.shared_keys, "ab")
+        assert client.stats() == {"evictions": 0}
+        assert not listing.done()
+        is_listed.set()
+        assert listing.result() == ["k"]
+    server.close()
+
+
 def test_no_engine(connect: Connect) -> None:
     with pytest.raises(EngineError, match="Is it running"):
         connect().resident(["k"])

@@ -34,6 +34,8 @@ from inferscale.errors import EngineError
 logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "residency.sock"
+_STORE_TIMEOUT_S = 60.0
+"""Of what a store on other machines is asked for."""
 _SILENCE_S = 1.0
 """So long nobody asks again where an answer did not come: whoever waits meanwhile would wait as long."""
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
@@ -125,11 +127,11 @@ class ResidencyClient:
 
     def shared_keys(self, part: str) -> list[str]:
         """Keys of all segments in one part of the store that servers share."""
-        return [str(key) for key in self._ask({"op": "keys", "tier": "cold", "part": part})["keys"]]
+        return [str(key) for key in self._ask_aside({"op": "keys", "tier": "cold", "part": part})["keys"]]
 
     def owns_shared(self, catalog: str) -> bool:
         """Whether servers share a store, and what lies there is of this catalog."""
-        return bool(self._ask({"op": "owns", "catalog": catalog})["owns"])
+        return bool(self._ask_aside({"op": "owns", "catalog": catalog})["owns"])
 
     def outcome(self, plan_id: str) -> dict[str, Any] | None:
         """What became of a plan, as soon as its request was scheduled; None if unknown."""
@@ -147,6 +149,14 @@ class ResidencyClient:
     def close(self) -> None:
         with self._lock:
             self._disconnect()
+
+    def _ask_aside(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Over a connection of its own: no chat waits until a store elsewhere is listed."""
+        aside = ResidencyClient(self._path.parent, timeout_s=_STORE_TIMEOUT_S)
+        try:
+            return aside._ask(question)
+        finally:
+            aside.close()
 
     def _ask(self, question: dict[str, Any]) -> dict[str, Any]:
         with self._lock:
