@@ -154,6 +154,8 @@ def test_the_switch_of_injection_is_thrown_everywhere() -> None:
     stub.statuses = [200, 403, 200]
     assert ask(stub, "PUT", INJECTION, b"{}") == (403, b"403")
     assert not stub.calls
+    stub.statuses = []
+    assert ask(stub, "PUT", INJECTION, b"{}")[0] == 503
 
 
 def test_websockets_are_refused() -> None:

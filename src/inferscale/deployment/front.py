@@ -108,7 +108,10 @@ class Front:
         plain = plain_scope(scope)
         try:
             if path == INJECTION and method == "PUT":
-                for message in _worst(await self._replicas.answers_of_all(plain, body)):
+                answers = await self._replicas.answers_of_all(plain, body)
+                if not answers:  # while the last one is replaced
+                    raise NoReplica(is_full=False)
+                for message in _worst(answers):
                     await send(message)
                 return
             key = affinity_key(
