@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from inferscale.connector.tiering import Tiering
+from inferscale.pool import lower as lower_module
 from inferscale.pool.lower import LowerTiers
 from inferscale.pool.places import Place, open_place
 from inferscale.pool.row_format import RowFormat
@@ -200,6 +202,30 @@ def test_a_store_that_fails_costs_copies_only(
     one.capture(OTHER)
     assert "kept in the shared store again" in caplog.text
     assert one.tier.find(OTHER, TOKENS)
+
+
+def test_a_store_that_is_slow_takes_nothing_from_other_tiers(
+    make: Callable[..., Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More waits for it than may wait, and host memory is given its copies all the same."""
+    one = make(host_bytes=2**20)
+    go_on, write = threading.Event(), SharedStore.write
+
+    def slow(store: SharedStore, key: str, rows: memoryview, origin: int) -> bool:
+        assert go_on.wait(10)
+        return write(store, key, rows, origin)
+
+    monkeypatch.setattr(SharedStore, "write", slow)
+    monkeypatch.setattr(lower_module, "_MAX_PENDING_BYTES", TOKENS * one.slab.format.row_bytes)
+    for key in (KEY, OTHER):
+        entry = one.table.reserve(key, TOKENS)
+        assert entry is not None
+        one.tiering.save(entry, ORIGIN, "ana", shared=True)
+        one.work(lambda key=key: one.tiering.tiers[0].find(key, TOKENS))
+    go_on.set()
+    one.work(lambda: one.tier.find(KEY, TOKENS))
+    assert one.tier.get(OTHER) is None
+    assert set(one.lower._pending_bytes.values()) == {0}
 
 
 def test_what_leaves_host_memory_is_shared_whole(

@@ -218,14 +218,13 @@ class Tiering:
 
     def _load(self, key: str, num_tokens: int, num_kept_pages: int, owner: str) -> bool:
         tier = self.find(key, num_tokens)
-        if tier is None or not self.table.can_load(key):
+        copy = None if tier is None else tier.get(key)  # other threads may forget what servers share
+        if tier is None or copy is None or not self.table.can_load(key):
             return False
         self.table.make_way(key)
         entry = self.table.reserve(key, num_tokens, num_kept_pages, owner)
         if entry is None:
             return False
-        copy = tier.get(key)
-        assert copy is not None
         copy.is_loading = True
         keep = tier.name != "host" and self._admit("host", key, num_tokens, copy.owner)
         if keep:  # it is read on its way up: were it to make room, what is there would be overwritten

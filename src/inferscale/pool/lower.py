@@ -40,7 +40,8 @@ _COLD_WRITERS = 4
 _COLD_READERS = 16
 _PLACES: dict[TierName, str] = {"disk": "on disk", "cold": "in the shared store"}
 _MAX_PENDING_BYTES = 2**30
-"""Of segments that wait to be written: more come than the disk takes, and the rest stays in the pool only."""
+"""Of segments that wait to be written, on this machine and to a shared store: more come than it takes, and
+the rest is not kept there."""
 
 
 class HostCopy(NamedTuple):
@@ -70,7 +71,7 @@ class LowerTiers:
         self._stream: Any = _stream(self._device)
         self._host: dict[str, HostCopy] = {}
         self._row_bytes = slab.format.row_bytes
-        self._pending_bytes = 0
+        self._pending_bytes = {True: 0, False: 0}  # whether for the shared store
         self._lock = threading.Lock()
         self._answers = TierAnswers()
         self._coming: list[tuple[Load, Any]] = []  # loads whose copy on the device is under way
@@ -143,21 +144,29 @@ class LowerTiers:
     @torch.inference_mode()
     def _save(self, save: Save) -> None:
         rows = np.frombuffer(save.packed_rows, dtype=np.int32)
-        size = len(rows) * self._row_bytes * len(_ways(save))
-        with self._lock:
-            has_room = self._pending_bytes + size <= _MAX_PENDING_BYTES
-            self._pending_bytes += size if has_room else 0
-        if not has_room:
-            self._tell("not_saved", *save.answers())
-            return
+        size = len(rows) * self._row_bytes
+        parts: list[Save] = []
+        refused: list[Saved] = []
+        for part in _ways(save):
+            is_far = _is_far(part)
+            with self._lock:
+                has_room = self._pending_bytes[is_far] + size <= _MAX_PENDING_BYTES
+                self._pending_bytes[is_far] += size if has_room else 0
+            if has_room:
+                parts.append(part)
+            else:
+                refused += part.answers()
         try:
-            self._send(save, rows)
+            if parts:
+                self._send(parts, rows)
         except BaseException:  # as where no pinned memory is left
             with self._lock:
-                self._pending_bytes -= size
+                for part in parts:
+                    self._pending_bytes[_is_far(part)] -= size
             raise
+        self._tell("not_saved", *refused)
 
-    def _send(self, save: Save, rows: Int32Array) -> None:
+    def _send(self, parts: Sequence[Save], rows: Int32Array) -> None:
         """Copy to host memory behind all that the engine's stream does so far, then to the writer."""
         index = torch.from_numpy(rows.astype(np.int64)).to(self._device, non_blocking=True)
         gathered = self._slab.data.index_select(0, index)
@@ -169,13 +178,14 @@ class LowerTiers:
             event.record()
         else:
             on_host = gathered
-        if "cold" in save.tiers:
+        if any(map(_is_far, parts)):
             with self._lock:
                 self._sent.add(id(on_host))
-        for part in _ways(save):
-            is_far = part.tiers == ("cold",)
+        for part in parts:
             writer, write = (
-                (self._cold_writer(save.key), self._write_far) if is_far else (self._writer, self._write)
+                (self._cold_writer(part.key), self._write_far)
+                if _is_far(part)
+                else (self._writer, self._write)
             )
             refused = partial(self._tell, "not_saved", *part.answers())
             writer.submit(self._guarded, partial(write, part, on_host, event), refused)
@@ -211,7 +221,7 @@ class LowerTiers:
                     failed.append(answer)
         finally:
             with self._lock:
-                self._pending_bytes -= rows.nbytes
+                self._pending_bytes[_is_far(save)] -= rows.nbytes
         with self._lock:
             self._answers.saved += [answer for answer in save.answers() if answer not in failed]
             self._answers.not_saved += failed
@@ -341,6 +351,11 @@ def _ways(save: Save) -> list[Save]:
     far = tuple(tier for tier in save.tiers if tier == "cold")
     parts: list[tuple[TierName, ...]] = [near, far]
     return [save._replace(tiers=part) for part in parts if part]
+
+
+def _is_far(part: Save) -> bool:
+    """Of `_ways`: that to the shared store."""
+    return part.tiers == ("cold",)
 
 
 @torch.inference_mode()  # as the rows were made: others may not write to them
