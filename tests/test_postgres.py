@@ -347,3 +347,13 @@ def test_a_folder_that_is_named_wins_over_the_environment(
     with Memory(MemoryConfig(tmp_path / "a", catalog=IN_FOLDER), embedder=WordEmbedder()) as memory:
         memory.add("hello", user_id="ana")
     assert (tmp_path / "a" / "catalog.sqlite3").is_file()
+
+
+def test_several_facts_are_stored_with_the_oldest_psycopg(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(psycopg.Cursor, "results", raising=False)  # 3.2 has none
+    with Memory(MemoryConfig(tmp_path, catalog=url), embedder=WordEmbedder()) as memory:
+        added = memory.add(["one", "two", "three"], user_id="ana")
+        assert [fact.text for fact in memory.get_all(user_id="ana")] == [fact.text for fact in added]
+        assert len({fact.seq for fact in added}) == 3

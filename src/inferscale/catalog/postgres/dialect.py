@@ -59,7 +59,10 @@ class PostgresConnection:
             return []
         cursor = self._connection.cursor()
         cursor.executemany(_query(f"{sql} RETURNING {column}"), rows, returning=True)
-        return [int(row[0]) for result in cursor.results() for row in result.fetchall()]
+        numbers = [int(row[0]) for row in cursor.fetchall()]
+        while cursor.nextset():  # `results` came with psycopg 3.3
+            numbers += [int(row[0]) for row in cursor.fetchall()]
+        return numbers
 
     def tables(self) -> dict[str, set[str]]:
         found = self.execute(
