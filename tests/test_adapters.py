@@ -52,3 +52,14 @@ def test_a_number_keeps_its_content(tmp_path: Path) -> None:
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"two")
     assert model_with_adapter("m", "n", 1, path) == first
     assert model_with_adapter("m", "n", 2, path) != first
+
+
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> bytes:
+        raise PermissionError(f"no: {path}")
+
+    path = adapter(tmp_path / "a", b"one")
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    assert model_with_adapter("m", "unreadable", 1, path) is None
+    monkeypatch.undo()
+    assert model_with_adapter("m", "unreadable", 1, path) is not None

@@ -7,8 +7,11 @@ its requests say of an adapter: a name, a number that is never given twice, and 
 from __future__ import annotations
 
 import hashlib
+import logging
 from functools import lru_cache
 from pathlib import Path
+
+logger = logging.getLogger(__name__)
 
 _WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
 _CONFIG = "adapter_config.json"
@@ -18,12 +21,16 @@ _PIECES, _PIECE_BYTES = 128, 65536
 
 def model_with_adapter(model: str, name: str, number: int, path: str) -> str | None:
     """What plans and keys of requests with this adapter name as their model; None where its files are not on
-    this machine. model: fingerprint of the model below.
+    this machine, or cannot be read. model: fingerprint of the model below.
 
     Read once for each number: vLLM loads an adapter under a new name or folder as another one. What it
     reloads in place is not to be asked for here.
     """
-    content = _content(name, number, path)
+    try:
+        content = _content(name, number, path)
+    except OSError as error:  # vLLM read them before: a chat goes on, with its facts as text
+        logger.warning("The files of the LoRA adapter %s cannot be read: %s", name, error)
+        content = None
     return None if content is None else f"{model}+lora {content}"
 
 
