@@ -141,6 +141,16 @@ def listed(catalog: Catalog, asked: dict[str, Any]) -> list[str]:
     return [fact.text for fact in catalog.facts(ANA, within=read_filter(asked))]
 
 
+def test_large_numbers(tmp_path: Path) -> None:
+    catalog = open_catalog(tmp_path)
+    store(catalog, *(Turn(str(n), metadata={"n": n}) for n in (10**25, -(10**400), 2**63 - 1)))
+    assert listed(catalog, {"n": 10**25}) == [str(10**25)]
+    assert listed(catalog, {"n": 2**63 - 1}) == [str(2**63 - 1)]
+    assert listed(catalog, {"n": {"lt": -1e308}}) == [str(-(10**400))]
+    assert listed(catalog, {"n": {"gte": 10**25}}) == [str(10**25)]
+    catalog.close()
+
+
 def test_times_and_speaker_are_the_facts_own(tmp_path: Path) -> None:
     catalog = open_catalog(tmp_path)
     store(

@@ -7,6 +7,7 @@ Python, and its JSON refuses texts that a fact's metadata may hold; so facts are
 from __future__ import annotations
 
 import json
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -58,7 +59,9 @@ def passes(metadata: Mapping[str, Any], own: Mapping[str, Any], part: Filter) ->
     if part.operator == "icontains":
         return isinstance(found, str) and str(value).casefold() in found.casefold()
     kind = _kind(found)
-    return kind in ("text", "number") and kind == _kind(value) and _ORDERS[part.operator](found, value)
+    return (
+        kind in ("text", "number") and kind == _kind(value) and _ORDERS[part.operator](_rounded(found), value)
+    )
 
 
 def _is_one_of(fields: Mapping[str, Any], test: Comparison) -> bool:
@@ -67,7 +70,17 @@ def _is_one_of(fields: Mapping[str, Any], test: Comparison) -> bool:
 
 def _same(found: object, wanted: Value) -> bool:
     kind = _kind(found)
-    return kind != "other" and kind == _kind(wanted) and found == wanted
+    return kind != "other" and kind == _kind(wanted) and _rounded(found) == wanted
+
+
+def _rounded(found: Any) -> Any:
+    """Whole numbers of more than 64 bits as floats, as filters have them and SQLite reads them."""
+    if not isinstance(found, int) or -(2**63) <= found < 2**63:
+        return found
+    try:
+        return float(found)
+    except OverflowError:
+        return math.inf if found > 0 else -math.inf
 
 
 def _kind(value: object) -> _Kind:
