@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inferscale.errors import NotRelocatable
-from inferscale.rotary_config import rotary_from_config
+from inferscale.rotary_config import decided_by_context, rotary_from_config
 
 HEAD_DIM = 64
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -234,6 +234,21 @@ def test_longrope_by_the_longest_context(max_tokens: int, factors: str) -> None:
     del params[factors]
     with pytest.raises(NotRelocatable, match="lacks the parameter"):
         rotary_from_config(config, HEAD_DIM, max_tokens=max_tokens)
+
+
+def test_what_the_longest_context_decides_is_told() -> None:
+    """Engines with other factors must not read each other's keys, on disk or in a shared store."""
+    original = {"original_max_position_embeddings": 1024}
+    for config in (
+        {"rope_scaling": {"type": "su"}, **original},
+        {"rope_parameters": {"rope_type": "longrope", **original}},
+        {"text_config": {"rope_parameters": {FULL: {"rope_type": "longrope"}}, **original}},
+    ):
+        short, long = decided_by_context(config, 1024), decided_by_context(config, 1025)
+        assert short != long
+        assert (short, long) == (decided_by_context(config, 7), decided_by_context(config, 9999))
+    for config in ({}, {"rope_scaling": None}, {"rope_parameters": {"rope_type": "yarn", **original}}):
+        assert decided_by_context(config, 9999) == ""
 
 
 def test_latent_attention_has_a_rotated_part_of_its_own() -> None:

@@ -121,6 +121,22 @@ def rotary_from_config(
     return Rotary(inv_freq, head_dim, rotary_dim, interleaved)
 
 
+def decided_by_context(config: Mapping[str, Any], max_tokens: int) -> str:
+    """What the engine's longest context decides of keys: engines that differ here cannot read each other's.
+    Empty for all but longrope."""
+    text = config.get("text_config")
+    if isinstance(text, Mapping) and text:
+        config = text
+    given = _given(config)
+    by_type = [value for value in given.values() if isinstance(value, Mapping)]
+    longest = [
+        _is_long(params, max_tokens)
+        for params in (_completed(config, one) for one in (given, *by_type))
+        if str(params.get("rope_type")) in _LONGROPE and "original_max_position_embeddings" in params
+    ]
+    return f"longrope {longest}" if longest else ""
+
+
 def _frequencies(params: Parameters, rotary_dim: int, max_tokens: int | None) -> Tensor:
     """float32 [rotary_dim / 2], on the CPU like the engines, so that they agree to the last bit."""
     kind, theta = str(params.get("rope_type", "default")), float(params["rope_theta"])
@@ -296,8 +312,12 @@ def _llama3(inv_freq: Tensor, params: Mapping[str, Any]) -> Tensor:
 def _longrope_factors(params: Mapping[str, Any], max_tokens: int | None) -> Tensor:
     if max_tokens is None:
         raise _refusal("longrope (whose factors depend on the engine's longest context, which is not known)")
-    is_long = max_tokens > int(params["original_max_position_embeddings"])
-    return torch.tensor(params["long_factor" if is_long else "short_factor"], dtype=torch.float32)
+    name = "long_factor" if _is_long(params, max_tokens) else "short_factor"
+    return torch.tensor(params[name], dtype=torch.float32)
+
+
+def _is_long(params: Mapping[str, Any], max_tokens: int) -> bool:
+    return max_tokens > int(params["original_max_position_embeddings"])
 
 
 def _yarn(theta: float, rotary_dim: int, params: Mapping[str, Any]) -> Tensor:

@@ -238,3 +238,24 @@ def test_weights_that_are_loaded_again_are_noticed() -> None:
     layer.process_weights_after_loading(torch.float32)
     assert (finished, noted) == ([torch.float32], [1])
     compat.watch_weights([LayerCache("l", torch.nn.Module(), torch.zeros(1), 1, 8)], noted.clear)
+
+
+def test_the_longest_context_is_part_of_the_model_where_keys_depend_on_it() -> None:
+    def fingerprint(max_model_len: int, rope_type: str) -> str:
+        rope = {"rope_type": rope_type, "original_max_position_embeddings": 4096}
+        hf_config = SimpleNamespace(to_dict=lambda: {"model_type": "phi3", "rope_parameters": rope})
+        model = SimpleNamespace(
+            hf_config=hf_config, dtype=torch.bfloat16, quantization=None, model="m", revision=None, seed=0
+        )
+        model.max_model_len = max_model_len
+        return compat.model_fingerprint(
+            SimpleNamespace(
+                model_config=model,
+                cache_config=SimpleNamespace(cache_dtype="auto"),
+                load_config=SimpleNamespace(load_format="dummy"),
+            )
+        )
+
+    assert fingerprint(4096, "longrope") != fingerprint(4097, "longrope")
+    assert fingerprint(2048, "longrope") == fingerprint(4096, "longrope")
+    assert fingerprint(4096, "yarn") == fingerprint(4097, "yarn")

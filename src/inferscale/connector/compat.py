@@ -21,6 +21,7 @@ from inferscale.config import PoolDtype
 from inferscale.connector.groups import CacheGroup
 from inferscale.connector.layout import LayerCache
 from inferscale.errors import UnsupportedLayout
+from inferscale.rotary_config import decided_by_context
 from inferscale.row_size import RowShape
 
 logger = logging.getLogger(__name__)
@@ -258,7 +259,8 @@ def watch_weights(layers: Sequence[LayerCache], note: Callable[[], None]) -> Non
 
 
 def model_fingerprint(vllm_config: Any) -> str:
-    """Digest of what decides a key's value: architecture, dtype, quantization and a sample of the weights.
+    """Digest of what decides a key's value: architecture, dtype, quantization, the longest context where keys
+    depend on it, and a sample of the weights.
 
     The same on the front end, the scheduler and the workers; independent of the folder's path.
     """
@@ -269,6 +271,7 @@ def model_fingerprint(vllm_config: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
     facts = [config, str(model.dtype), str(model.quantization), str(vllm_config.cache_config.cache_dtype)]
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
+    digest.update(decided_by_context(config, int(getattr(model, "max_model_len", 0) or 0)).encode())
     folder = Path(model.model)
     if vllm_config.load_config.load_format == "dummy":
         digest.update(f"dummy {model.seed}".encode())
