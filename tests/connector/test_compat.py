@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -259,3 +260,32 @@ def test_the_longest_context_is_part_of_the_model_where_keys_depend_on_it() -> N
     assert fingerprint(4096, "longrope") != fingerprint(4097, "longrope")
     assert fingerprint(2048, "longrope") == fingerprint(4096, "longrope")
     assert fingerprint(4096, "yarn") == fingerprint(4097, "yarn")
+
+
+def test_a_model_of_the_hub_is_the_commit_that_is_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that share KV may have fetched a branch at different times."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            hf_config=SimpleNamespace(to_dict=dict),
+            dtype=torch.bfloat16,
+            quantization=None,
+            model="owner/name",
+            revision=None,
+        ),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        load_config=SimpleNamespace(load_format="auto"),
+    )
+    found = [compat.model_fingerprint(config)]
+    repo = tmp_path / "models--owner--name"
+    (repo / "refs").mkdir(parents=True)
+    for commit in ("a" * 40, "b" * 40):
+        (repo / "snapshots" / commit).mkdir(parents=True)
+        (repo / "snapshots" / commit / "config.json").write_text("{}")
+        (repo / "refs" / "main").write_text(commit)
+        found.append(compat.model_fingerprint(config))
+    assert len(set(found)) == 3
+    config.model_config.model = "s3://no/name of the hub"
+    assert compat.model_fingerprint(config)

@@ -283,8 +283,20 @@ def model_fingerprint(vllm_config: Any) -> str:
                 weights.seek(max(0, path.stat().st_size - _SAMPLE_BYTES))
                 digest.update(weights.read(_SAMPLE_BYTES))
     else:
-        digest.update(f"{model.model} {model.revision}".encode())
+        digest.update(f"{model.model} {model.revision}{_commit(model)}".encode())
     return digest.hexdigest()
+
+
+def _commit(model: Any) -> str:
+    """Of a model that is named as on the hub: machines may hold different ones of a branch. Empty where the
+    hub's cache does not have it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        found = try_to_load_from_cache(model.model, "config.json", revision=model.revision)
+    except (OSError, ValueError):  # also what is no name of the hub
+        return ""
+    return f" {Path(found).parent.name}" if isinstance(found, str) else ""
 
 
 def worker_rank() -> int:
