@@ -48,7 +48,7 @@ class SharedTier:
         self._asked: dict[str, Future[None]] = {}
         self._executor = ThreadPoolExecutor(_THREADS, "inferscale-look-up")
         self._fails = False
-        self._is_late = False  # answers are still out that were waited for in vain
+        self._late: set[Future[None]] = set()  # what was waited for in vain
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -128,10 +128,10 @@ class SharedTier:
             for key in unknown:
                 if key not in self._asked:
                     self._asked[key] = self._executor.submit(self._find_out, key)
-            asked = [] if self._is_late else [self._asked[key] for key in unknown if key in self._asked]
-        if wait(asked, LOOK_UP_S).not_done:
-            with self._lock:
-                self._is_late = bool(self._asked)
+            if not all(future.done() for future in self._late):
+                return
+            asked = [self._asked[key] for key in unknown if key in self._asked]
+        self._late = wait(asked, LOOK_UP_S).not_done
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
@@ -152,7 +152,6 @@ class SharedTier:
             elif num_tokens is None:
                 self._note_missed(key)
             self._asked.pop(key, None)
-            self._is_late = self._is_late and bool(self._asked)
 
     def _note_missed(self, key: str) -> None:
         if len(self._missed) >= MAX_KNOWN:
