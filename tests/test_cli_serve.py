@@ -18,9 +18,11 @@ from click.testing import CliRunner, Result
 
 from inferscale.budget import DeviceMemory, ModelSize
 from inferscale.cli.app import main
-from inferscale.config import ConnectorConfig, ServerConfig, connector_config, from_mapping
+from inferscale.config import ConnectorConfig, connector_config
+from inferscale.config_checks import from_mapping
 from inferscale.errors import EngineMissing, InvalidConfig, PoolTooLarge, UnsupportedLayout
 from inferscale.serve_command import MIDDLEWARE, Flags, ServeCommand, serve_command
+from inferscale.server_config import ServerConfig
 
 GIB = 2**30
 MODULE = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "org/model"]

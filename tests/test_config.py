@@ -11,13 +11,12 @@ from inferscale.config import (
     ConnectorConfig,
     EncodingConfig,
     MemoryConfig,
-    ServerConfig,
     default_data_dir,
     default_runtime_dir,
-    from_mapping,
-    parse_size,
 )
+from inferscale.config_checks import from_mapping, parse_size
 from inferscale.errors import InvalidConfig
+from inferscale.server_config import ServerConfig
 
 
 @pytest.mark.parametrize(

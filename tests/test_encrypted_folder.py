@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from fakes import ANA, WordEmbedder, add, open_catalog
 from inferscale.catalog import CATALOG_FILE, Catalog
 from inferscale.cli.app import main
-from inferscale.config import KV_FOLDER, ConnectorConfig, MemoryConfig, ServerConfig
+from inferscale.config import KV_FOLDER, ConnectorConfig, MemoryConfig
 from inferscale.doctor import _data_folder
 from inferscale.encryption import KEY_VARIABLE, EncryptionKey
 from inferscale.errors import CatalogError, InvalidConfig, WrongKey
@@ -27,6 +27,7 @@ from inferscale.operations.backup import backup, restore
 from inferscale.operations.reembed import reembed
 from inferscale.pool.disk import DiskStore
 from inferscale.pool.sealing import Sealing
+from inferscale.server_config import ServerConfig
 from test_prompt import CHATML, tokenizer_with
 
 SECRET = b"s" * 32

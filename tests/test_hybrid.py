@@ -10,11 +10,12 @@ import pytest
 from numpy.typing import NDArray
 
 from fakes import WordEmbedder
-from inferscale.config import MemoryConfig, RetrievalConfig, ServerConfig
+from inferscale.config import MemoryConfig, RetrievalConfig
 from inferscale.errors import InvalidConfig
 from inferscale.memory import Memory
 from inferscale.retrieval import HybridSearch, LexicalIndex, Query, VectorIndex
 from inferscale.retrieval.hybrid import fused
+from inferscale.server_config import ServerConfig
 
 
 def open_with(folder: Path, **retrieval: Any) -> Memory:

@@ -26,7 +26,8 @@ from inferscale.catalog.postgres import schema
 from inferscale.catalog.postgres.dialect import translated
 from inferscale.catalog.sql import EXACT, NUMBERS
 from inferscale.catalog_url import IN_FOLDER
-from inferscale.config import MemoryConfig, ServerConfig, from_mapping
+from inferscale.config import MemoryConfig
+from inferscale.config_checks import from_mapping
 from inferscale.encryption import read_key
 from inferscale.errors import (
     CatalogError,
@@ -36,6 +37,7 @@ from inferscale.errors import (
 )
 from inferscale.facts import Scope
 from inferscale.memory import Memory
+from inferscale.server_config import ServerConfig
 from postgres_server import PostgresServer, Replicas, find_binaries, running
 
 

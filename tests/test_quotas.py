@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from fakes import WordEmbedder
-from inferscale.config import MemoryConfig, ServerConfig
+from inferscale.config import MemoryConfig
 from inferscale.errors import InvalidConfig, QuotaExceeded
 from inferscale.memory import Memory
 from inferscale.server.http import answer_to
+from inferscale.server_config import ServerConfig
 
 pytestmark = pytest.mark.usefixtures("both_databases")
 

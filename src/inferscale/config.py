@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
-import json
 import os
-import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from decimal import Decimal
 from pathlib import Path
-from textwrap import shorten
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
-from inferscale.catalog_url import IN_FOLDER, check_public_url, check_url, has_password
-from inferscale.errors import InvalidConfig, InvalidInput
-from inferscale.fact_order import FactOrder, parse_order
-from inferscale.tail import Tail
-
-_C = TypeVar("_C")
+from inferscale.catalog_url import IN_FOLDER, check_url, has_password
+from inferscale.config_checks import check_int, check_number, check_path, from_mapping, parse_size
+from inferscale.errors import InvalidConfig
+from inferscale.fact_order import FactOrder
 
 TierWait = Literal["auto", "always", "never"]
 PoolDtype = Literal["auto", "int8", "fp8"]
@@ -37,64 +30,14 @@ MIN_MIXED, MAX_MIXED = 4, 512
 MAX_NEIGHBOURS = 64
 KV_FOLDER = "kv"
 """Of a data folder: copies of KV on disk."""
-MAX_BYTES = 2**60
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def parse_size(value: int | str, name: str) -> int:
-    """`536870912`, `"512MiB"` or `"2 GB"` → bytes. Raises InvalidConfig."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    text = value if isinstance(value, str) else ""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
-    if match is None or match[2].lower() not in _UNITS:
-        raise InvalidConfig(
-            f"{name} is {value!r}; allowed are bytes as a whole number or a size such as '512MiB' or '2GB'."
-        )
-    size = int(Decimal(match[1]) * _UNITS[match[2].lower()])
-    if size > MAX_BYTES:
-        raise InvalidConfig(f"{name} is {shorten(text, 40, placeholder='…')}; allowed are sizes up to 1 EiB.")
-    return size
-
-
-def _check_int(value: object, name: str, lowest: int, highest: int | None = None) -> None:
-    """Settings come from JSON, where "16", 16.0 and true are easily written for 16 or 1."""
-    allowed = f"{lowest} to {highest}" if highest is not None else f"{lowest} or more"
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidConfig(f"{name} is {value!r}; allowed are whole numbers, {allowed}, without quotes.")
-    if value < lowest or (highest is not None and value > highest):
-        raise InvalidConfig(f"{name} is {value}; allowed are {allowed}.")
-
-
-def _check_mixed(value: object, name: str) -> None:
+def check_mixed(value: object, name: str) -> None:
     if value != 0 or isinstance(value, bool):
         try:
-            _check_int(value, name, MIN_MIXED, MAX_MIXED)
+            check_int(value, name, MIN_MIXED, MAX_MIXED)
         except InvalidConfig as error:
             raise InvalidConfig(f"{error} 0 turns mixed passes off.") from None
-
-
-def _check_number(value: object, name: str, lowest: float, highest: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not lowest <= value <= highest:  # type: ignore[operator]
-        raise InvalidConfig(f"{name} is {value!r}; allowed are numbers from {lowest:g} to {highest:g}.")
-
-
-def _check_path(value: object, name: str) -> None:
-    if value is not None and (not isinstance(value, str) or not value):
-        raise InvalidConfig(f"{name} is {value!r}; allowed is a path as a string. Leave it out for none.")
-
-
-def from_mapping(cls: type[_C], settings: Mapping[str, Any], where: str) -> _C:
-    """Build the dataclass `cls` from `settings`; an unknown key is an InvalidConfig."""
-    allowed = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = sorted(set(settings) - allowed)
-    if unknown:
-        raise InvalidConfig(
-            f"{where} has unknown settings {', '.join(unknown)}; allowed are {', '.join(sorted(allowed))}."
-        )
-    return cls(**settings)
 
 
 def default_runtime_dir(engine_id: str) -> str:
@@ -159,7 +102,7 @@ class ConnectorConfig:
             if size <= 0:
                 raise InvalidConfig(f"pool_size_bytes is {self.pool_size_bytes!r}; it must be above 0.")
             object.__setattr__(self, "pool_size_bytes", size)
-        _check_int(self.page_size_tokens, "page_size_tokens", 1, 1024)
+        check_int(self.page_size_tokens, "page_size_tokens", 1, 1024)
         for name in ("host_size_bytes", "disk_size_bytes"):
             size = parse_size(getattr(self, name), name)
             if size < 0:
@@ -183,7 +126,7 @@ class ConnectorConfig:
                 "cold_location holds a password, and vLLM shows this setting in its log. Give it in the "
                 "environment, as AWS_SECRET_ACCESS_KEY or FSSPEC_SFTP_PASSWORD."
             )
-        _check_path(self.encryption_key_file, "encryption_key_file")
+        check_path(self.encryption_key_file, "encryption_key_file")
         share = self.max_share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise InvalidConfig(f"max_share is {share!r}; allowed are numbers above 0, up to 1.")
@@ -258,10 +201,10 @@ class EncodingConfig:
     """Facts of a mixed pass that were said one after the other and stay together in it."""
 
     def __post_init__(self) -> None:
-        _check_int(self.window, "window", 0)
-        _check_int(self.stride, "stride", 1)
-        _check_mixed(self.mixed, "mixed")
-        _check_int(self.neighbours, "neighbours", 1, MAX_NEIGHBOURS)
+        check_int(self.window, "window", 0)
+        check_int(self.stride, "stride", 1)
+        check_mixed(self.mixed, "mixed")
+        check_int(self.neighbours, "neighbours", 1, MAX_NEIGHBOURS)
 
 
 @dataclass(frozen=True)
@@ -286,12 +229,12 @@ class RetrievalConfig:
 
     def __post_init__(self) -> None:
         for name in ("lexical_weight", "recency_weight"):
-            _check_number(getattr(self, name), f"retrieval.{name}", 0.0, 100.0)
-        _check_int(self.rank_constant, "retrieval.rank_constant", 1, 10_000)
-        _check_int(self.candidates, "retrieval.candidates", 1, 10_000)
-        _check_int(self.reranked, "retrieval.reranked", 1, 1000)
+            check_number(getattr(self, name), f"retrieval.{name}", 0.0, 100.0)
+        check_int(self.rank_constant, "retrieval.rank_constant", 1, 10_000)
+        check_int(self.candidates, "retrieval.candidates", 1, 10_000)
+        check_int(self.reranked, "retrieval.reranked", 1, 1000)
         if self.duplicate_similarity is not None:
-            _check_number(self.duplicate_similarity, "retrieval.duplicate_similarity", 0.5, 1.0)
+            check_number(self.duplicate_similarity, "retrieval.duplicate_similarity", 0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -329,7 +272,7 @@ class MemoryConfig:
             check_url(self.catalog, "catalog")
         for name in ("max_facts_per_user", "max_bytes_per_user"):
             if getattr(self, name) is not None:
-                _check_int(getattr(self, name), name, 1)
+                check_int(getattr(self, name), name, 1)
         if not isinstance(self.embedder_device, str) or not self.embedder_device:
             raise InvalidConfig(
                 f"embedder_device is {self.embedder_device!r}; allowed are 'auto', 'cpu' and the "
@@ -354,119 +297,13 @@ class ExtractionConfig:
     """Cosine similarity from which a model is asked what a new fact does to a stored one."""
 
     def __post_init__(self) -> None:
-        _check_int(self.retries, "retries", 0, 10)
-        _check_int(self.max_chars, "max_chars", 100)
-        _check_int(self.max_similar, "max_similar", 1, 100)
+        check_int(self.retries, "retries", 0, 10)
+        check_int(self.max_chars, "max_chars", 100)
+        check_int(self.max_similar, "max_similar", 1, 100)
         for name in ("same_above", "ask_above"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not -1 <= value <= 1:
                 raise InvalidConfig(f"{name} is {value!r}; allowed are numbers from -1 to 1.")
-
-
-@dataclass(frozen=True)
-class ServerConfig:
-    """`kv_connector_extra_config["server"]`: the memory of `MemoryMiddleware`. All values are plain JSON."""
-
-    data_dir: str | None = None
-    """Folder of the memory; default as in `MemoryConfig`."""
-    embedder: str | None = None
-    embedder_device: str = AUTO
-    window: int = 20
-    stride: int = 20
-    mixed: int = 60
-    neighbours: int = 1
-    """As in `EncodingConfig`."""
-    top_k: int = 50
-    """Facts of a chat that does not say how many."""
-    tail: int | str = DEFAULT_TAIL
-    """Best facts that are recomputed instead of injected (`tail`), of a chat that does not say how many, and
-    in which nothing was said before the question."""
-    order: FactOrder = DEFAULT_ORDER
-    """Of the facts in the prompt (`fact_order`), of a chat that does not name one."""
-    use_user_field: bool = False
-    """Chats without a `memory` object use the memory of their `user` field."""
-    keys_file: str | None = None
-    """JSON file that binds API keys to tenants (`server.keys`)."""
-    allow_remote_without_key: bool = False
-    """Answer memory routes on other addresses than this machine's own although no API key is set."""
-    share_agents: bool = False
-    """Read without a user: an agent or run that is named alone shows what any user told it. Without this, a
-    chat, a search or a list names its user."""
-    min_injected_tokens: int | None = None
-    """Memory of fewer tokens is prefilled: that is as fast. None: 128 on a GPU, whose prefill of few tokens
-    takes as long as that of one, and 0 elsewhere."""
-    max_facts_per_user: int | None = None
-    max_bytes_per_user: int | None = None
-    """As in `MemoryConfig`, of each user of each tenant."""
-    encryption_key_file: str | None = None
-    """As in `MemoryConfig`."""
-    retrieval: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of `RetrievalConfig`."""
-    reranker: str | None = None
-    """As in `MemoryConfig`."""
-    catalog: str | None = None
-    """As in `MemoryConfig`, without a password: vLLM logs this setting."""
-
-    def __post_init__(self) -> None:
-        if self.catalog is not None:
-            check_public_url(self.catalog, "server.catalog")
-        if not isinstance(self.retrieval, Mapping):
-            raise InvalidConfig(f"server.retrieval is {self.retrieval!r}; allowed is an object.")
-        from_mapping(RetrievalConfig, self.retrieval, "server.retrieval")
-        _check_int(self.window, "server.window", 0)
-        _check_int(self.stride, "server.stride", 1)
-        _check_mixed(self.mixed, "server.mixed")
-        _check_int(self.neighbours, "server.neighbours", 1, MAX_NEIGHBOURS)
-        _check_int(self.top_k, "server.top_k", 0)
-        try:
-            Tail.parse(self.tail, "server.tail")
-            parse_order(self.order, "server.order")
-        except InvalidInput as error:
-            raise InvalidConfig(str(error)) from error
-        for name in ("data_dir", "embedder", "keys_file", "reranker", "encryption_key_file"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise InvalidConfig(f"server.{name} is {value!r}; allowed are texts. Leave it out for none.")
-        if self.min_injected_tokens is not None:
-            _check_int(self.min_injected_tokens, "server.min_injected_tokens", 0)
-        for name in ("max_facts_per_user", "max_bytes_per_user"):
-            if getattr(self, name) is not None:
-                _check_int(getattr(self, name), f"server.{name}", 1)
-        for name in ("use_user_field", "allow_remote_without_key", "share_agents"):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidConfig(f"server.{name} is {getattr(self, name)!r}; allowed are true and false.")
-
-    @property
-    def memory(self) -> MemoryConfig:
-        folder = {} if self.data_dir is None else {"data_dir": self.data_dir}
-        return MemoryConfig(
-            embedder=self.embedder,
-            embedder_device=self.embedder_device,
-            max_facts_per_user=self.max_facts_per_user,
-            max_bytes_per_user=self.max_bytes_per_user,
-            retrieval=from_mapping(RetrievalConfig, self.retrieval, "server.retrieval"),
-            reranker=self.reranker,
-            encryption_key_file=self.encryption_key_file,
-            catalog=self.catalog,
-            **folder,
-        )
-
-    @property
-    def encoding(self) -> EncodingConfig:
-        return EncodingConfig(self.window, self.stride, self.mixed, self.neighbours)
-
-
-def read_tenants(path: str | None) -> dict[str, str]:
-    """A JSON object, API key → tenant. Raises InvalidConfig."""
-    if path is None:
-        return {}
-    try:
-        read = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidConfig(f"keys_file {path} cannot be read: {error}") from error
-    if not isinstance(read, dict) or not all(isinstance(value, str) and key for key, value in read.items()):
-        raise InvalidConfig(f'keys_file {path} must hold one JSON object: {{"API key": "tenant", …}}.')
-    return read
 
 
 def default_data_dir() -> Path:

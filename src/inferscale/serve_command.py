@@ -34,8 +34,9 @@ from typing import Any, NamedTuple
 
 from inferscale import engine_budget
 from inferscale.budget import default_reserve
-from inferscale.config import ConnectorConfig, ServerConfig, read_tenants
+from inferscale.config import ConnectorConfig
 from inferscale.errors import EngineMissing, InvalidConfig, UnsupportedLayout
+from inferscale.server_config import ServerConfig, read_tenants
 
 MIDDLEWARE = "inferscale.server.MemoryMiddleware"
 CPU_CACHE, CPU_CACHE_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from inferscale.config import ConnectorConfig, ServerConfig, from_mapping
+from inferscale.config import ConnectorConfig
+from inferscale.config_checks import from_mapping
 from inferscale.deployment.settings import (
     FRONT,
     REPLICA,
@@ -20,6 +21,7 @@ from inferscale.deployment.settings import (
     serve_config,
 )
 from inferscale.errors import InvalidConfig
+from inferscale.server_config import ServerConfig
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ from urllib.parse import unquote
 import pytest
 
 from fakes import open_memory
-from inferscale.config import ServerConfig
 from inferscale.errors import UnknownFact, UnknownScope
 from inferscale.facts import Fact, Scope
 from inferscale.self_check import Verdict
@@ -24,6 +23,7 @@ from inferscale.server.keys import Caller, check_readable
 from inferscale.server.metrics import Metrics
 from inferscale.server.middleware import MemoryMiddleware
 from inferscale.server.results import FactPage, InferredFacts, ShownFact, Stats
+from inferscale.server_config import ServerConfig
 
 HERE = ("127.0.0.1", 40000)
 AWAY = ("192.0.2.7", 40000)

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inferscale.config import ServerConfig
 from inferscale.errors import InvalidInput
 from inferscale.facts import Scope
 from inferscale.server.ask import MemoryAsk, take_ask
+from inferscale.server_config import ServerConfig
 from inferscale.tail import NO_TAIL, Tail
 
 PLAIN, WITH_USER = ServerConfig(), ServerConfig(use_user_field=True, top_k=7)

@@ -14,7 +14,7 @@ import pytest
 from stand_ins import Connector, Engine
 
 from fakes import open_memory
-from inferscale.config import ConnectorConfig, ServerConfig
+from inferscale.config import ConnectorConfig
 from inferscale.encoder import Encoder
 from inferscale.facts import Scope
 from inferscale.memory import Memory
@@ -25,6 +25,7 @@ from inferscale.server.keys import OPERATOR
 from inferscale.server.prefetch import SESSION_PAUSE_S, Prefetch
 from inferscale.server.service import MemoryService
 from inferscale.server.threads import Threads
+from inferscale.server_config import ServerConfig
 from inferscale.windows import WindowPolicy
 from test_prompt import CHATML, tokenizer_with
 

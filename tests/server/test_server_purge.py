@@ -11,12 +11,13 @@ import pytest
 from stand_ins import Engine
 
 from fakes import open_memory
-from inferscale.config import ConnectorConfig, ServerConfig
+from inferscale.config import ConnectorConfig
 from inferscale.encoder import Encoder
 from inferscale.facts import Scope
 from inferscale.prompt import PromptBuilder
 from inferscale.server.keys import OPERATOR
 from inferscale.server.service import MemoryService
+from inferscale.server_config import ServerConfig
 from inferscale.windows import WindowPolicy
 from test_prompt import CHATML, tokenizer_with
 

@@ -10,10 +10,10 @@ from urllib.parse import quote
 import pytest
 from asgi_server import FakeServer
 
-from inferscale.config import ServerConfig
 from inferscale.errors import InvalidInput
 from inferscale.filters import read_filter
 from inferscale.server.ask import take_ask
+from inferscale.server_config import ServerConfig
 
 Serve = Callable[..., FakeServer]
 

@@ -15,7 +15,7 @@ from asgi_server import FakeServer
 from stand_ins import FRONT, Connector, Engine
 
 from fakes import open_memory
-from inferscale.config import ConnectorConfig, ServerConfig
+from inferscale.config import ConnectorConfig
 from inferscale.encoder import Encoder
 from inferscale.facts import Scope
 from inferscale.memory import Memory
@@ -28,6 +28,7 @@ from inferscale.server.engine import EngineSide
 from inferscale.server.keys import OPERATOR
 from inferscale.server.self_check import check_engine
 from inferscale.server.service import MemoryService
+from inferscale.server_config import ServerConfig
 from inferscale.windows import WindowPolicy
 from test_prompt import CHATML, tokenizer_with
 

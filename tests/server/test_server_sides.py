@@ -12,7 +12,7 @@ import pytest
 from stand_ins import FRONT, Connector
 
 from fakes import open_memory
-from inferscale.config import ConnectorConfig, ServerConfig
+from inferscale.config import ConnectorConfig
 from inferscale.encoder import Encoder
 from inferscale.facts import Scope
 from inferscale.memory import Memory
@@ -23,6 +23,7 @@ from inferscale.server.ask import MemoryAsk
 from inferscale.server.engine import EngineSide
 from inferscale.server.keys import OPERATOR
 from inferscale.server.service import MemoryService
+from inferscale.server_config import ServerConfig
 from inferscale.windows import WindowPolicy
 from test_prompt import CHATML, tokenizer_with
 

@@ -10,12 +10,13 @@ from test_server_prefetch import ANA, Parts, run
 
 from fakes import open_memory
 from inferscale.chat_plan import PreparedChat
-from inferscale.config import DEFAULT_TAIL, ServerConfig
+from inferscale.config import DEFAULT_TAIL
 from inferscale.errors import InvalidConfig
 from inferscale.server import chat
 from inferscale.server.ask import take_ask
 from inferscale.server.keys import OPERATOR
 from inferscale.server.service import MemoryService
+from inferscale.server_config import ServerConfig
 from inferscale.tail import NO_TAIL, Tail
 
 QUESTION = [{"role": "user", "content": "one?"}]

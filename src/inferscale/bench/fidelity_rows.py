@@ -12,8 +12,8 @@ from inferscale.bench import paired
 from inferscale.bench.harness import BenchRun, Row
 from inferscale.bench.paired import Estimate
 from inferscale.bench.policies import USUAL, Policy
-from inferscale.config import ServerConfig
 from inferscale.errors import InvalidInput
+from inferscale.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from inferscale.bench.fidelity import Arm, ArmResult, FidelityResults

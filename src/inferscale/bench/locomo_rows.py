@@ -18,7 +18,7 @@ from inferscale.bench.judge import Judge, Judged, Progress
 from inferscale.bench.paired import Estimate
 from inferscale.bench.policies import Policy
 from inferscale.bench.questions import ADVERSARIAL
-from inferscale.config import ServerConfig
+from inferscale.server_config import ServerConfig
 
 if TYPE_CHECKING:
     from inferscale.bench.fidelity import Arm

@@ -19,8 +19,9 @@ from inferscale.cli.engine import prepare_engine
 from inferscale.cli.options import POSITIVE, catalog_url
 from inferscale.cli.output import say
 from inferscale.cli.serve import Serve, check_catalog, check_free, serve, settings_of
-from inferscale.config import default_data_dir, read_tenants
+from inferscale.config import default_data_dir
 from inferscale.errors import EngineError, EngineMissing, InvalidConfig
+from inferscale.server_config import read_tenants
 
 _APP = "inferscale"
 _OWN = ("model", "vllm_flags", "print_command")

@@ -37,13 +37,13 @@ from inferscale.config import (
     InjectionPath,
     PoolDtype,
     SelfCheck,
-    ServerConfig,
     default_data_dir,
     default_runtime_dir,
 )
 from inferscale.encryption import check_installed
 from inferscale.pool.places import open_place
 from inferscale.runtime.folder_lock import remove_stale_runtime_dirs
+from inferscale.server_config import ServerConfig
 
 _DEFAULT = ServerConfig()
 

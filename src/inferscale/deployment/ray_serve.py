@@ -22,7 +22,8 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from inferscale.config import default_runtime_dir, from_mapping, read_tenants
+from inferscale.config import default_runtime_dir
+from inferscale.config_checks import from_mapping
 from inferscale.deployment.asgi import answer_of
 from inferscale.deployment.engine import engine_app
 from inferscale.deployment.front import Front as FrontApp
@@ -31,6 +32,7 @@ from inferscale.deployment.settings import FRONT, REPLICA, ReplicaSettings, Scal
 from inferscale.runtime.folder_lock import remove_stale_runtime_dirs
 from inferscale.server.http import App, Message
 from inferscale.server.keys import Keys
+from inferscale.server_config import read_tenants
 
 logger = logging.getLogger(__name__)
 

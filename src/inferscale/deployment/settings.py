@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from inferscale.catalog_url import VARIABLE as CATALOG_VARIABLE
-from inferscale.config import (
-    KV_FOLDER,
-    ConnectorConfig,
-    ServerConfig,
-    default_data_dir,
-    from_mapping,
-)
+from inferscale.config import KV_FOLDER, ConnectorConfig, default_data_dir
+from inferscale.config_checks import from_mapping
 from inferscale.encryption import KEY_VARIABLE
 from inferscale.errors import InvalidConfig
 from inferscale.serve_command import Flags, ServeCommand, check_command, serve_command
+from inferscale.server_config import ServerConfig
 
 REPLICA, FRONT = "Replica", "Front"
 """Names of the deployments."""

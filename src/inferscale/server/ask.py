@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple, cast, get_args
 
 from inferscale.chat_plan import Mode
-from inferscale.config import ServerConfig
 from inferscale.errors import InvalidInput
 from inferscale.fact_order import FactOrder, parse_order
 from inferscale.facts import Scope
 from inferscale.filters import Filter, read_filter
+from inferscale.server_config import ServerConfig
 from inferscale.tail import Tail
 from inferscale.turns import read_scope
 

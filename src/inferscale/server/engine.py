@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inferscale.config import ConnectorConfig, ServerConfig, connector_config, from_mapping
+from inferscale.config import ConnectorConfig, connector_config
+from inferscale.config_checks import from_mapping
 from inferscale.errors import EngineError, InvalidInput
 from inferscale.plan import WIRE_KEY, Order, Plan, salt_of, to_wire
 from inferscale.prompt import ContentFormat, PromptBuilder
 from inferscale.self_check import Probe, Seen
 from inferscale.self_check.subject import seen_of
+from inferscale.server_config import ServerConfig
 from inferscale.tokenization import load_tokenizer
 
 CONNECTOR = "InferScaleConnector"

@@ -14,7 +14,6 @@ from contextlib import nullcontext
 
 from starlette.middleware.cors import CORSMiddleware
 
-from inferscale.config import read_tenants
 from inferscale.errors import InferScaleError
 from inferscale.server import border, chat, page
 from inferscale.server.api import PREFIX, memory_api
@@ -43,6 +42,7 @@ from inferscale.server.http import (
 from inferscale.server.keys import OPERATOR, Caller, Forbidden, Keys, Unauthorized, check_near
 from inferscale.server.service import MemoryService, open_service
 from inferscale.server.stream import AnswerWithMemory
+from inferscale.server_config import read_tenants
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from inferscale.config import MemoryConfig, from_mapping
+from inferscale.config import MemoryConfig
+from inferscale.config_checks import from_mapping
 from inferscale.errors import InvalidConfig
 
 if TYPE_CHECKING:
