@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-import torch
 
 from harness.mixes import Author, Stored
-from harness.reference import KV, largest_difference
+from harness.reference import largest_difference
 from inferscale.plan import Span
 from inferscale.windows import WindowPolicy, alone, sliding, window
 
@@ -77,12 +76,6 @@ def check(a: Author, facts: Sequence[Stored], baseline_lengths: Sequence[int]) -
     assert largest_difference(alone_kv, facts[-1].kv.numpy()) > 1000 * tolerance  # the window matters
 
 
-def halfway(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """The direction of the mean, the mean of both lengths."""
-    length = (torch.linalg.vector_norm(first, dim=-1) + torch.linalg.vector_norm(second, dim=-1)) / 2
-    return torch.nn.functional.normalize(first + second, dim=-1) * length[..., None]
-
-
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 def test_a_segment_of_two_passes_is_the_mean_of_them(author: Callable[..., Author], model: str) -> None:
     """Behind two windows of different lengths; then it is injected at a third place."""
@@ -97,7 +90,7 @@ def test_a_segment_of_two_passes_is_the_mean_of_them(author: Callable[..., Autho
         assert a.engine.resident([key]) == [part == 2]
         encoded.append(a.reference.encode([*before, *fact]).span(span.start, span.end))
     moved = a.reference.relocate(encoded[0], len(windows[1]) - len(windows[0]))
-    mean = KV(halfway(moved.keys, encoded[1].keys), halfway(moved.values, encoded[1].values))
+    mean = moved.mean(encoded[1])
     pooled = a.engine.pooled(key)
     assert largest_difference(pooled, mean.numpy()) <= tolerance
     assert largest_difference(pooled, encoded[1].numpy()) > 1000 * tolerance

@@ -19,7 +19,7 @@ import pytest
 from harness.engine import EngineCache, EngineFailed
 from harness.mixes import Author, Part, Stored, ids_of, segments_of
 from harness.offline import OfflineOptions, OfflineProcess
-from harness.reference import KV, Reference
+from harness.reference import Reference
 from inferscale.plan import Span
 from inferscale.windows import sliding, window
 
@@ -119,7 +119,7 @@ def test_the_mean_of_two_captures(a: Author) -> None:
         assert a.engine.resident([key]) == [part == 2]
         encoded.append(a.reference.encode([*before, *fact]).span(span.start, span.end))
     moved = a.reference.relocate(encoded[0], len(windows[1]) - len(windows[0]))
-    mean = KV((moved.keys + encoded[1].keys) / 2, (moved.values + encoded[1].values) / 2)
+    mean = moved.mean(encoded[1])
     stored = Stored(key, tuple(fact), len(windows[1]), mean)
     parts: list[Part] = [stored, a.text(9)]
     a.check(parts, a.ask(parts), 2 * a.baseline([60, 200]))

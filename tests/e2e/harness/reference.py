@@ -26,10 +26,19 @@ class KV(NamedTuple):
     def span(self, start: int, end: int) -> KV:
         return KV(self.keys[:, :, start:end], self.values[:, :, start:end])
 
+    def mean(self, other: KV) -> KV:
+        """Of each vector the direction of the mean, and the mean of both lengths."""
+        return KV(*map(_halfway, self, other))
+
     def numpy(self) -> FloatArray:
         """As the harness reads pages: [layers, 2, n, num_kv_heads, head_dim]."""
         stacked: FloatArray = torch.stack((self.keys, self.values), dim=1).transpose(2, 3).numpy()
         return stacked
+
+
+def _halfway(first: Tensor, second: Tensor) -> Tensor:
+    length = (torch.linalg.vector_norm(first, dim=-1) + torch.linalg.vector_norm(second, dim=-1)) / 2
+    return torch.nn.functional.normalize(first + second, dim=-1) * length[..., None]
 
 
 class Text(NamedTuple):
