@@ -12,11 +12,6 @@ from harness.engine import EngineCache, EngineFailed
 pytestmark = pytest.mark.engine
 
 
-def test_sliding_window_is_refused(checkpoint: Callable[[str], Path], engine: EngineCache) -> None:
-    with pytest.raises(EngineFailed, match=r"UnsupportedLayout: .*SlidingWindowSpec.*Start vLLM without"):
-        engine(checkpoint("mistral_sliding"))
-
-
 def test_pool_below_one_page_is_refused(checkpoint: Callable[[str], Path], engine: EngineCache) -> None:
     with pytest.raises(EngineFailed, match=r"InvalidConfig: .*Set pool_size_bytes to at least"):
         engine(checkpoint("llama"), pool_tokens=15)
