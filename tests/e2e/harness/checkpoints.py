@@ -70,8 +70,6 @@ def _build(family: str) -> Any:
         return hf.MistralForCausalLM(
             hf.MistralConfig(**{**_SIZES, "num_key_value_heads": 4}, sliding_window=None)
         )
-    if family == "mistral_sliding":
-        return hf.MistralForCausalLM(hf.MistralConfig(**_SIZES, sliding_window=160))
     raise ValueError(f"unknown family {family!r}")
 
 
