@@ -16,7 +16,7 @@ that has nothing to do with when they were said, and runs in both directions:
 
 So each has seen all others of its group, half of its KV some of them and half the rest, and none is the one
 that saw nothing. Neighbours (`a` and `b`: said one after the other) stay together, so that an answer is
-encoded behind what it answers: mixed(60,2) keeps two, mixed(60) none. docs/quality.md has what each gains;
+encoded behind what it answers: mixed(60,2) keeps two, mixed(60) none. docs/log.md has what each gains;
 the cost is that of sliding(20,20), about 2 computed tokens for a stored one.
 
 Two directions of groups in the order of time gain nothing. A mixed pass needs many facts at once; few new
